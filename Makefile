@@ -1,0 +1,59 @@
+# One verb per habit; every verb sets up what it needs. `make` alone lists them.
+VENV ?= .venv
+PYTHON ?= python3
+LOCK ?= requirements/cpu.lock
+MODEL ?= demo
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+STAMP := $(VENV)/.stamp-$(notdir $(LOCK))
+PYTEST := $(PY) -m pytest -q --durations=8
+
+.PHONY: help setup proto fmt check test test-slow test-gpu serve bench docs lock
+help: ## list the verbs
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
+
+setup: $(STAMP) ## create .venv from the lock file (LOCK=requirements/gpu.lock for CUDA)
+$(STAMP): $(LOCK) pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 setup"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "Python has no venv module: install it, on Debian and Ubuntu with 'apt-get install python3-venv'"; exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "installing $(LOCK) into $(VENV) ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check -r $(LOCK)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+proto: setup ## regenerate tidemill/v1 from proto/
+	$(BIN)/buf lint
+	$(PY) -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/tidemill/v1/*.proto
+
+fmt: setup ## format and sort imports
+	$(BIN)/ruff check --fix --quiet .
+	$(BIN)/ruff format --quiet .
+
+check: setup ## style, types and the rules of the house
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/mypy
+	$(PYTEST) tests/arch
+
+test: check ## check, then every test that is neither slow nor needs a GPU
+	$(PYTEST) -m "not slow and not gpu" --ignore=tests/arch tests
+
+test-slow: setup ## soaks and real-client environments
+	$(PYTEST) -m "slow and not gpu" --timeout=1200 tests
+
+test-gpu: setup ## tests that need a CUDA device
+	$(PYTEST) -m gpu --timeout=600 tests
+
+serve: setup ## serve a built-in model (MODEL=demo-block for block diffusion)
+	$(BIN)/tidemill serve $(MODEL)
+
+bench: setup ## the CPU benchmarks
+	$(BIN)/tidemill bench throughput
+	$(BIN)/tidemill bench stack
+
+docs: setup ## regenerate docs/configuration.md
+	$(PY) docs/generate.py
+
+lock: ## resolve the dependencies anew and rewrite requirements/*.lock
+	requirements/resolve

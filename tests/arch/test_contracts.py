@@ -1,0 +1,70 @@
+"""The contracts in proto/ are clean, and the generated stubs and docs are what they generate."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STUBS = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
+
+
+def drift(root: Path, scratch: Path) -> list[str]:
+    """Stubs in tidemill/v1 that differ from what proto/ generates."""
+    protos = sorted(
+        path.relative_to(root).as_posix() for path in root.glob("proto/tidemill/v1/*.proto")
+    )
+    out = [f"--{kind}_out={scratch}" for kind in ("python", "pyi", "grpc_python")]
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-Iproto", *out, *protos]
+    subprocess.run(command, cwd=root, check=True)
+    fresh = sorted((scratch / "tidemill" / "v1").iterdir())
+    assert len(fresh) == len(STUBS) * len(protos)
+    kept = root / "tidemill" / "v1"
+    return [f.name for f in fresh if f.read_bytes() != (kept / f.name).read_bytes()]
+
+
+def buf_lint(root: Path) -> subprocess.CompletedProcess[str]:
+    buf = str(Path(sys.executable).with_name("buf"))
+    return subprocess.run([buf, "lint"], cwd=root, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "proto", tmp_path / "proto")
+    shutil.copytree(ROOT / "tidemill" / "v1", tmp_path / "tidemill" / "v1")
+    shutil.copy(ROOT / "buf.yaml", tmp_path)
+    (tmp_path / "scratch").mkdir()
+    return tmp_path
+
+
+def test_stubs_are_generated_from_the_contracts(tmp_path: Path) -> None:
+    assert drift(ROOT, tmp_path) == []
+
+
+def test_drift_is_seen(copy: Path) -> None:
+    proto = copy / "proto" / "tidemill" / "v1" / "text.proto"
+    proto.write_text(
+        proto.read_text().replace(
+            "message InfillRequest {", "message InfillRequest {\n  bool x = 9;"
+        )
+    )
+    assert drift(copy, copy / "scratch") == ["text_pb2.py", "text_pb2.pyi"]
+
+
+def test_contracts_are_clean() -> None:
+    done = buf_lint(ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_lint_sees_a_breach(copy: Path) -> None:
+    with (copy / "proto" / "tidemill" / "v1" / "text.proto").open("a") as file:
+        file.write("message lower_case {}\n")
+    assert "lower_case" in buf_lint(copy).stdout
+
+
+def test_configuration_page_is_generated(tmp_path: Path) -> None:
+    page = tmp_path / "configuration.md"
+    subprocess.run([sys.executable, "docs/generate.py", str(page)], cwd=ROOT, check=True)
+    assert page.read_text() == (ROOT / "docs" / "configuration.md").read_text()
