@@ -1,0 +1,164 @@
+"""Fills config dataclasses from flags, environment, a config file and defaults, in that order.
+
+A field's name is its flag, `TIDEMILL_<FIELD>` its variable, the string under it its help text.
+It does not know what any field means.
+"""
+
+import argparse
+import ast
+import inspect
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from difflib import get_close_matches
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType, NoneType
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import yaml
+
+_SWITCH = MappingProxyType({"true": True, "false": False, "1": True, "0": False})
+
+
+class Setting(NamedTuple):
+    """One field: its default (MISSING: required), its type, the string under it ('' if none)."""
+
+    default: Any
+    hint: Any
+    doc: str
+
+
+def settings_of(kind: type) -> dict[str, Setting]:
+    """The fields of a dataclass by name, in their order."""
+    (source,) = ast.parse(inspect.getsource(kind)).body
+    docs = {
+        ast.unparse(field.target): ast.literal_eval(below.value)
+        for field, below in pairwise(source.body)  # type: ignore[attr-defined]
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr)
+    }
+    hints = get_type_hints(kind)
+    return {f.name: Setting(_default(f), hints[f.name], docs.get(f.name, "")) for f in fields(kind)}
+
+
+def flag_of(name: str, value: object = "") -> str:
+    """The flag of a field; with a value, the whole argument that sets it."""
+    if isinstance(value, bool):
+        return flag_of(name if value else f"no_{name}")
+    text = value if isinstance(value, str) else json.dumps(value)
+    return "--" + name.replace("_", "-") + (text and f"={text}")
+
+
+def parse(
+    kinds: Sequence[type],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str,
+    positional: str = "",
+    hidden: Collection[str] = (),
+    environ: Mapping[str, str] = os.environ,
+) -> list[Any]:
+    """One instance per dataclass. A field that several share is one flag and sets them all.
+
+    `positional` names a field that may stand without its flag; `hidden` fields keep their
+    defaults. Ends with status 2 at a wrong or unknown key, with 0 after --help, --print-config.
+    """
+    own = [{n: s for n, s in settings_of(k).items() if n not in hidden} for k in kinds]
+    known = {n: s for settings in (*own, *reversed(own)) for n, s in settings.items()}
+    parser = _parser(known, prog, positional)
+    said, rest = parser.parse_known_args(argv)
+    if positional and not hasattr(said, positional) and len(rest) == 1 and rest[0][0] != "-":
+        setattr(said, positional, rest.pop())
+    try:
+        _refuse_unknown("argument", rest, map(flag_of, known))
+        words = _words_of_file(said.config, known) + _words_of_environment(environ, known)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        parser.error(str(error))
+    found = vars(parser.parse_args(words)) | vars(said)
+    values = {n: found.get(n, setting.default) for n, setting in known.items()}
+    if missing := [flag_of(n) for n, value in values.items() if value is MISSING]:
+        parser.error(f"missing {', '.join(missing)}")
+    if said.print_config:
+        print(json.dumps(values, indent=2))
+        parser.exit()
+    return [k(**{n: values[n] for n in names}) for k, names in zip(kinds, own, strict=True)]
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _parser(known: Mapping[str, Setting], prog: str, positional: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=f"{prog} {positional and f'[{positional.upper()}] '}[--flag VALUE ...]",
+        epilog="Every flag is also a variable, TIDEMILL_<FLAG>, and a key of the --config file.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", default="", metavar="FILE", help="YAML or JSON file of flags.")
+    parser.add_argument(
+        "--print-config", default=False, action="store_true", help="Show and leave."
+    )
+    for name, (default, hint, doc) in known.items():
+        text = doc if default in (None, MISSING) else f"{doc} [{json.dumps(default)}]"
+        how: dict[str, Any] = {"type": partial(_convert, hint), "metavar": _metavar(hint)}
+        if hint is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        parser.add_argument(flag_of(name), help=text.replace("%", "%%"), **how)
+    return parser
+
+
+def _metavar(hint: Any) -> str:
+    kinds = get_args(hint)
+    if get_origin(hint) is Literal or hint is bool:
+        return "{" + ",".join(kinds or _SWITCH) + "}"
+    if NoneType in kinds:
+        return _metavar(kinds[0])
+    return "JSON" if get_origin(hint) is dict else str(hint.__name__).upper()
+
+
+def _convert(hint: Any, text: str) -> Any:
+    kinds = get_args(hint)
+    if NoneType in kinds:
+        return None if text in ("none", "null") else _convert(kinds[0], text)
+    try:
+        if get_origin(hint) is Literal:
+            return kinds[kinds.index(text)]
+        if get_origin(hint) is dict:
+            return dict(json.loads(text))
+        return _SWITCH[text.lower()] if hint is bool else hint(text)
+    except (KeyError, TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {_metavar(hint)}") from None
+
+
+def _words_of_file(path: str, known: Mapping[str, Setting]) -> list[str]:
+    loaded = yaml.safe_load(Path(path).read_text()) if path else {}
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path}: expected a mapping of names to values")
+    said = {str(key).replace("-", "_"): value for key, value in loaded.items()}
+    _refuse_unknown(f"key in {path}:", said, known)
+    return [flag_of(name, value) for name, value in said.items()]
+
+
+def _words_of_environment(environ: Mapping[str, str], known: Mapping[str, Setting]) -> list[str]:
+    words = []
+    for name, setting in known.items():
+        variable = f"TIDEMILL_{name.upper()}"
+        try:
+            if text := environ.get(variable):
+                words.append(flag_of(name, _convert(setting.hint, text)))
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{variable}: {error}") from None
+    return words
+
+
+def _refuse_unknown(what: str, words: Iterable[str], known: Iterable[str]) -> None:
+    valid = list(known)
+    for word in words:
+        if word not in valid:
+            near = get_close_matches(word.partition("=")[0], valid, n=2)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ValueError(f"unknown {what} {word}{hint}")

@@ -1,0 +1,134 @@
+"""gRPC habits both services share: options, ports, and errors as statuses and back.
+
+It does not know our messages; ServiceError carries everything a status needs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from tidemill.runtime.errors import (
+    FailedPrecondition,
+    InternalError,
+    InvalidRequest,
+    ServiceError,
+    from_grpc_code,
+)
+
+_DETAILS = "grpc-status-details-bin"
+_MAX_TEXT = 2048  # a status travels in HTTP/2 headers, which clients cap at 8 KiB
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_LOG = logging.getLogger("tidemill.rpc")
+Options = list[tuple[str, int | str]]
+
+
+def _common_options(max_message_bytes: int) -> Options:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def server_options(max_message_bytes: int) -> Options:
+    """A busy port is an error (no SO_REUSEPORT), client pings never kill a connection, and the
+    stream limit lies far above the request queue, so that admission refuses, not the transport."""
+    return [
+        *_common_options(max_message_bytes),
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", 16_384),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+def channel_options(max_message_bytes: int) -> Options:
+    """No hidden retries; fast first reconnect."""
+    return [
+        *_common_options(max_message_bytes),
+        ("grpc.enable_retries", 0),
+        ("grpc.min_reconnect_backoff_ms", 500),
+        ("grpc.max_reconnect_backoff_ms", 5_000),
+    ]
+
+
+def bind(server: grpc.aio.Server, host: str, port: int, *, flag: str) -> int:
+    """Binds and returns the port (0 takes a free one); FailedPrecondition when it is taken."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        bound: int = server.add_insecure_port(address)
+    except RuntimeError as failure:
+        raise FailedPrecondition(
+            f"cannot listen on {address}: the port is in use or the address is not ours; "
+            f"stop the other process or choose another port with {flag} (0 takes a free one)",
+            reason="PORT_IN_USE",
+            param=flag,
+        ) from failure
+    return bound
+
+
+def to_status(error: ServiceError) -> status_pb2.Status:
+    """google.rpc.Status with ErrorInfo, and BadRequest and RetryInfo where they apply."""
+    text = error.message[:_MAX_TEXT]
+    status = status_pb2.Status(code=error.grpc_code, message=text)
+    metadata = {**error.facts, **({"param": error.param} if error.param else {})}
+    cause = error_details_pb2.ErrorInfo(reason=error.reason, domain="tidemill", metadata=metadata)
+    status.details.add().Pack(cause)
+    if error.param is not None and error.grpc_code == 3:
+        bad = error_details_pb2.BadRequest()
+        bad.field_violations.add(field=error.param, description=text)
+        status.details.add().Pack(bad)
+    if error.retry_after_ms is not None:
+        delay = Duration()
+        delay.FromMilliseconds(error.retry_after_ms)
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return status
+
+
+def to_error(failure: grpc.RpcError) -> ServiceError:
+    """The ServiceError that a failed call stands for, with the details the server packed."""
+    code, text = failure.code(), failure.details() or ""
+    error = from_grpc_code(code.value[0])(text, reason=code.name)
+    packed = dict(failure.trailing_metadata() or ()).get(_DETAILS)
+    for detail in status_pb2.Status.FromString(packed).details if packed else ():
+        cause, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        if detail.Unpack(cause):
+            error.facts = dict(cause.metadata)
+            error.reason, error.param = cause.reason, error.facts.pop("param", None)
+        elif detail.Unpack(retry):
+            error.retry_after_ms = retry.retry_delay.ToMilliseconds()
+    return error
+
+
+@asynccontextmanager
+async def answering(context: Any) -> AsyncIterator[None]:
+    """Around a handler's body: a ServiceError becomes its rich status, a bug INTERNAL."""
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except ServiceError as error:
+        await abort(context, error)
+    except DecodeError as failure:
+        await abort(context, InvalidRequest(f"malformed message: {failure}"))
+    except Exception as bug:
+        _LOG.exception("a handler failed")
+        await abort(context, InternalError(f"internal error: {type(bug).__name__}: {bug}"))
+
+
+async def abort(context: Any, error: ServiceError) -> None:
+    """Ends the call with the error's status; always raises."""
+    packed = to_status(error).SerializeToString()
+    text = error.message[:_MAX_TEXT]
+    await context.abort(_CODES[error.grpc_code], text, trailing_metadata=((_DETAILS, packed),))
