@@ -1,0 +1,82 @@
+"""What an operator may choose for an engine. Frozen after `resolve`; nobody edits it later.
+
+The string under a field is its help text: flags, environment variables (`TIDEMILL_<FIELD>`) and
+docs/configuration.md are generated from this class. It does not know torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Flags of the engine service."""
+
+    model: str = "demo"
+    """Built-in model (demo, demo-block), local folder, or hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer that GetTokenizer serves; default: the model's folder."""
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    """Where weights come from; dummy needs only a config.json and draws random weights."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of weights and KV; auto: the checkpoint's on CUDA, float32 on CPU."""
+    device: str = "auto"
+    """cpu, cuda, cuda:N, or auto (CUDA when there is one)."""
+    tensor_parallel_size: int = 1
+    """GPUs that share one model."""
+    max_model_len: int | None = None
+    """Longest prompt + output in tokens; default: the checkpoint's own limit."""
+    page_size: int | None = None
+    """Tokens per KV page; default 16 on CPU, 64 on CUDA."""
+    num_pages: int | None = None
+    """KV pages; default: sized from free memory after a profiling pass."""
+    memory_fraction: float = 0.9
+    """Share of device memory that weights, activations and KV may take together."""
+    cpu_kv_bytes: int = 1 << 30
+    """Upper bound of the KV pool on CPU, in bytes."""
+    max_rows: int | None = None
+    """Requests that run at the same time; default 64 on CPU, 256 on CUDA."""
+    token_budget: int | None = None
+    """Query tokens per step; default 1024 on CPU, 8192 on CUDA."""
+    logit_budget: int | None = None
+    """Rows of logits per step; default: max_rows times the largest decision of a method."""
+    prefix_caching: bool = True
+    """Reuse the KV of equal prompt prefixes."""
+    max_queued_requests: int = 1024
+    """Waiting requests before new ones are refused with RESOURCE_EXHAUSTED."""
+    age_bound_s: float = 30.0
+    """A request that waited this long goes before every priority."""
+    max_logprobs: int = 20
+    """Most alternatives a request may ask for per token."""
+    default_method: str | None = None
+    """Decoding method of requests that name none; default: the model's own."""
+    default_params: dict[str, Any] = field(default_factory=dict)
+    """Knobs of the default method, as JSON."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Take sampling defaults from the checkpoint's generation_config.json (auto) or not."""
+    attention_backend: Literal["auto", "sdpa", "reference"] = "auto"
+    """Attention library; auto picks by device."""
+    seed: int = 0
+    """Seed of dummy weights and of requests that bring none (0: a fresh one per request)."""
+    executor: Literal["model", "simulated"] = "model"
+    """simulated replaces the model by a fixed step time and deterministic tokens."""
+    simulated_step_ms: float = 5.0
+    """Step time of the simulated executor."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    engine_port: int = 50061
+    """Port of the engine's gRPC services; 0 takes a free one."""
+    reflection: bool = False
+    """Serve gRPC reflection."""
+    max_message_bytes: int = 64 << 20
+    """Largest gRPC message."""
+    drain_timeout_s: float = 30.0
+    """How long SIGTERM waits for running requests."""
+    otlp_endpoint: str | None = None
+    """Collector for traces (OTLP over gRPC), for example http://127.0.0.1:4317."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages that are logged."""

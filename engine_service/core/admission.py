@@ -1,0 +1,270 @@
+"""Turns what a caller asks into a checked, complete request, or raises the reason why not.
+
+It does not know the queue or the pool's present state: only what could never work is refused here.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from engine_service.core.checks import (
+    check_number,
+    check_token_ids,
+    check_whole,
+    penalty_is_neutral,
+)
+from engine_service.core.messages import Submit
+from engine_service.core.params import (
+    MAX_LISTED_IDS,
+    DecodingChoice,
+    ResolvedSampling,
+    SamplingParams,
+)
+from engine_service.core.strategy import DecodeStrategy, ModelFacts
+from tidemill.runtime.errors import InvalidRequest, Unsupported
+
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What the engine can hold at best; a request beyond it would wait for ever."""
+
+    num_pages: int
+    page_size: int
+    token_budget: int
+    logit_budget: int
+
+
+class Admitted(NamedTuple):
+    """A request that can run."""
+
+    token_ids: list[int]
+    strategy: DecodeStrategy
+    params: Any
+    sampling: ResolvedSampling
+
+
+class Admission:
+    """Fills defaults and checks every value. Stateless between requests.
+
+    `defaults` come from the checkpoint's generation_config.json; `seed` serves requests that bring
+    none (0: a fresh one for each).
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelFacts,
+        capacity: Capacity,
+        strategies: Mapping[str, DecodeStrategy],
+        default_method: str,
+        default_params: Mapping[str, Any],
+        defaults: SamplingParams,
+        seed: int = 0,
+    ) -> None:
+        self._model = model
+        self._capacity = capacity
+        self._strategies = dict(strategies)
+        self._default_method = default_method
+        self._default_params = dict(default_params)
+        self._defaults = defaults
+        self._seed = seed
+        self._choose_method(DecodingChoice())
+
+    def admit(self, submit: Submit) -> Admitted:
+        """Raises InvalidRequest or Unsupported; the error's `param` names the field."""
+        if submit.fairness_key:
+            raise Unsupported("fairness_key is not served by this build", param="fairness_key")
+        token_ids = self._read_prompt(submit.prompt)
+        strategy, params = self._choose_method(submit.decoding)
+        _check_supported(strategy, submit)
+        asked = _with_defaults(submit.sampling, self._defaults, strategy)
+        self._check_values(asked)
+        max_tokens = self._check_length(len(token_ids), asked, strategy)
+        sampling = self._resolve(asked, max_tokens, submit.choice)
+        return Admitted(token_ids, strategy, params, sampling)
+
+    def _read_prompt(self, prompt: bytes) -> list[int]:
+        if not prompt:
+            raise InvalidRequest(
+                "The prompt is empty; it needs at least one token.", param="prompt_token_ids"
+            )
+        if len(prompt) % 4:
+            raise InvalidRequest(
+                f"prompt_token_ids has {len(prompt)} bytes; it must be packed little-endian "
+                "uint32, 4 bytes a token.",
+                param="prompt_token_ids",
+            )
+        token_ids = list(struct.unpack(f"<{len(prompt) // 4}I", prompt))
+        check_token_ids("prompt_token_ids", token_ids, self._model.vocab_size)
+        return token_ids
+
+    def _choose_method(self, choice: DecodingChoice) -> tuple[DecodeStrategy, Any]:
+        """The strategy and its typed knobs; the engine's default knobs belong to its own method."""
+        method = choice.method or self._default_method
+        strategy = self._strategies.get(method)
+        if strategy is None:
+            known = ", ".join(sorted(self._strategies))
+            raise InvalidRequest(
+                f"Unknown decoding method {method!r}; this engine knows: {known}.",
+                reason="UNKNOWN_METHOD",
+                param="decoding.method",
+            )
+        is_default = method == self._default_method
+        knobs = {**(self._default_params if is_default else {}), **choice.params}
+        return strategy, strategy.parse(knobs)
+
+    def _check_values(self, asked: SamplingParams) -> None:
+        for name in ("temperature", "top_p", "min_p", *PENALTIES):
+            check_number(name, getattr(asked, name))
+        check_whole("top_k", asked.top_k, low=-1)
+        check_whole("max_tokens", asked.max_tokens, low=1)
+        check_whole("min_tokens", asked.min_tokens, low=0, high=asked.max_tokens)
+        check_whole("seed", asked.seed, low=0, high=2**64 - 1)
+        most = self._model.max_logprobs
+        check_whole("logprobs", asked.logprobs, low=0, high=most)
+        check_whole("prompt_logprobs", asked.prompt_logprobs, low=0, high=most)
+        self._check_ids(asked)
+
+    def _check_ids(self, asked: SamplingParams) -> None:
+        model = self._model
+        vocab_size = model.vocab_size
+        for name, ids, most in (
+            ("stop_token_ids", asked.stop_token_ids, MAX_LISTED_IDS - len(model.eos_token_ids)),
+            ("logit_bias", tuple(asked.logit_bias), MAX_LISTED_IDS),
+        ):
+            if len(ids) > most:
+                raise InvalidRequest(
+                    f"{name} has {len(ids)} entries; at most {most} are allowed.",
+                    param=name,
+                )
+            check_token_ids(name, ids, vocab_size)
+        for value in asked.logit_bias.values():
+            check_number("logit_bias", value)
+        for sequence in asked.stop_token_sequences:
+            if not sequence:
+                raise InvalidRequest(
+                    "A stop sequence is empty; it needs at least one token.",
+                    param="stop_token_sequences",
+                )
+            check_token_ids("stop_token_sequences", sequence, vocab_size)
+
+    def _check_length(
+        self, prompt_len: int, asked: SamplingParams, strategy: DecodeStrategy
+    ) -> int:
+        """The output length to allow; raises when prompt and output can never fit."""
+        limit, capacity = self._model.max_model_len, self._capacity
+        if prompt_len + (asked.max_tokens or 1) > limit:
+            raise _context_exceeded(prompt_len, asked.max_tokens, limit)
+        if strategy.min_tokens_per_step > capacity.token_budget:
+            raise _too_small("--token-budget", capacity.token_budget, strategy.min_tokens_per_step)
+        if strategy.max_decide > capacity.logit_budget:
+            raise _too_small("--logit-budget", capacity.logit_budget, strategy.max_decide)
+        block = strategy.mask_block
+        room = capacity.num_pages * capacity.page_size // block * block
+        max_tokens = asked.max_tokens or max(1, min(limit, room) - prompt_len)
+        if asked.max_tokens is None and self._defaults.max_tokens is not None:
+            max_tokens = min(max_tokens, self._defaults.max_tokens)
+        total = prompt_len + max_tokens
+        if total > room:
+            needed = -(-(-(-total // block) * block) // capacity.page_size)
+            raise InvalidRequest(
+                f"Prompt and max_tokens are {total} tokens and need {needed} KV pages of "
+                f"{capacity.page_size}, but the engine has {capacity.num_pages}; lower max_tokens "
+                "or raise --num-pages.",
+                reason="POOL_TOO_SMALL",
+                param="max_tokens",
+            )
+        check_whole("min_tokens", asked.min_tokens, low=0, high=max_tokens)
+        return max_tokens
+
+    def _resolve(self, asked: SamplingParams, max_tokens: int, choice: int) -> ResolvedSampling:
+        stop_ids = frozenset(asked.stop_token_ids)
+        if not asked.ignore_eos:
+            stop_ids |= frozenset(self._model.eos_token_ids)
+        min_tokens = asked.min_tokens or 0
+        top_k = asked.top_k or 0
+        seed = asked.seed if asked.seed is not None else self._seed or secrets.randbits(63)
+        return ResolvedSampling(
+            temperature=_or(asked.temperature, 1.0),
+            top_p=_or(asked.top_p, 1.0),
+            top_k=top_k if 0 < top_k < self._model.vocab_size else 0,
+            min_p=_or(asked.min_p, 0.0),
+            repetition_penalty=_or(asked.repetition_penalty, 1.0),
+            presence_penalty=_or(asked.presence_penalty, 0.0),
+            frequency_penalty=_or(asked.frequency_penalty, 0.0),
+            logit_bias=dict(asked.logit_bias),
+            seed=seed,
+            choice=choice,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop_token_ids=stop_ids,
+            stop_token_sequences=tuple(map(tuple, asked.stop_token_sequences)),
+            suppress=tuple(sorted(stop_ids)) if min_tokens else (),
+            logprobs=asked.logprobs,
+            prompt_logprobs=asked.prompt_logprobs,
+        )
+
+
+def _or(value: float | None, neutral: float) -> float:
+    return neutral if value is None else float(value)
+
+
+def _check_supported(strategy: DecodeStrategy, submit: Submit) -> None:
+    """Refuses what the method cannot do, naming the parameter."""
+    asked = submit.sampling
+    wanted = [
+        (name, "penalties", not penalty_is_neutral(name, getattr(asked, name)))
+        for name in PENALTIES
+    ]
+    wanted += [
+        ("logit_bias", "logit_bias", bool(asked.logit_bias)),
+        ("min_tokens", "min_tokens", bool(asked.min_tokens)),
+        ("logprobs", "logprobs", asked.logprobs is not None),
+        ("prompt_logprobs", "prompt_logprobs", asked.prompt_logprobs is not None),
+        ("emit_canvas", "canvas", submit.emit_canvas),
+    ]
+    for param, capability, is_wanted in wanted:
+        if is_wanted and capability not in strategy.supports:
+            raise Unsupported(
+                f"The decoding method {strategy.name!r} does not support {param}; leave it out.",
+                param=param,
+            )
+
+
+def _with_defaults(
+    asked: SamplingParams, defaults: SamplingParams, strategy: DecodeStrategy
+) -> SamplingParams:
+    """Unset fields take the checkpoint's value, except penalties that the method cannot apply."""
+    names = ["temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos"]
+    if "penalties" in strategy.supports:
+        names += PENALTIES
+    filled = {name: getattr(defaults, name) for name in names if getattr(asked, name) is None}
+    stop_ids = (*asked.stop_token_ids, *defaults.stop_token_ids)
+    return replace(asked, **filled, stop_token_ids=stop_ids)
+
+
+def _context_exceeded(prompt_len: int, max_tokens: int | None, limit: int) -> InvalidRequest:
+    asked = prompt_len + (max_tokens or 0)
+    return InvalidRequest(
+        f"This model's maximum context length is {limit} tokens. However, you requested {asked} "
+        f"tokens ({prompt_len} in the prompt, {max_tokens or 0} for the completion). Please reduce "
+        "the length of the prompt or of the completion.",
+        reason="CONTEXT_LENGTH_EXCEEDED",
+        param="prompt_token_ids",
+        facts={"n_prompt_tokens": str(prompt_len), "n_ctx": str(limit)},
+    )
+
+
+def _too_small(flag: str, budget: int, needed: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"The decoding method needs {needed} in one step, but {flag} is {budget}; raise {flag} to "
+        f"at least {needed}.",
+        reason="BUDGET_TOO_SMALL",
+        param="decoding.method",
+    )

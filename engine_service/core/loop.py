@@ -1,0 +1,110 @@
+"""The core's main loop: drain the inbox, schedule, launch, collect, apply, emit.
+
+It does not know processes or sockets: commands come from an inbox, events go to an outbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from engine_service.core.messages import Abort, Command, Event, Fatal, Reject, Shutdown, Submit
+from engine_service.core.scheduler import Scheduler
+from engine_service.core.strategy import Executor
+from tidemill.runtime.errors import InternalError, ServiceError
+
+HEARTBEAT_S = 1.0
+"""Most time between two outputs, idle or not; half of what a session promises its clients."""
+
+_log = logging.getLogger(__name__)
+
+
+class Inbox(Protocol):
+    """Where commands come from."""
+
+    def receive(self, timeout_s: float) -> Sequence[Command]:
+        """What has arrived; waits up to `timeout_s` for the first."""
+
+
+class Outbox(Protocol):
+    """Where events go."""
+
+    def send(self, batch: Sequence[Event]) -> None:
+        """Hands events over, in order."""
+
+
+class CoreLoop:
+    """One turn is one engine step. A failing request is answered; a failing step is fatal."""
+
+    def __init__(
+        self,
+        *,
+        inbox: Inbox,
+        outbox: Outbox,
+        scheduler: Scheduler,
+        executor: Executor,
+        heartbeat_s: float = HEARTBEAT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._inbox = inbox
+        self._outbox = outbox
+        self._scheduler = scheduler
+        self._executor = executor
+        self._heartbeat_s = heartbeat_s
+        self._clock = clock
+        self._last_output = clock()
+        self._is_open = True
+
+    def run(self) -> None:
+        """Turns until a Shutdown command; raises what a step raised after telling Fatal."""
+        while self._is_open:
+            self.turn()
+
+    def turn(self) -> None:
+        """Drains the inbox (waiting for it only when there is nothing to do) and runs one step."""
+        self._drain(0.0 if self._scheduler.has_work else self._heartbeat_s)
+        try:
+            self._step()
+        except Exception as failure:
+            self._outbox.send([Fatal(f"{type(failure).__name__}: {failure}")])
+            raise
+        self._emit()
+
+    def _step(self) -> None:
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return
+        handle = self._executor.launch(plan)
+        decisions = self._executor.collect(handle)
+        self._scheduler.apply(plan, decisions)
+
+    def _emit(self) -> None:
+        is_due = self._clock() - self._last_output >= self._heartbeat_s
+        output = self._scheduler.emit(heartbeat=is_due)
+        if output is not None:
+            self._last_output = self._clock()
+            self._outbox.send([output])
+
+    def _drain(self, timeout_s: float) -> None:
+        for command in self._inbox.receive(timeout_s):
+            match command:
+                case Submit():
+                    self._submit(command)
+                case Abort():
+                    self._scheduler.abort(command)
+                case Shutdown():
+                    self._is_open = False
+                    self._scheduler.abort_all("the engine is shutting down")
+
+    def _submit(self, submit: Submit) -> None:
+        """Queues a sequence, or tells its caller why not; the other sequences never notice."""
+        try:
+            self._scheduler.submit(submit)
+        except ServiceError as error:
+            self._outbox.send([Reject(submit.key, error)])
+        except Exception as failure:
+            _log.exception("admission failed", extra={"request_id": submit.request_id})
+            reason = f"admission failed: {type(failure).__name__}: {failure}"
+            self._outbox.send([Reject(submit.key, InternalError(reason))])

@@ -1,0 +1,178 @@
+"""What crosses the pipe between the engine server and the core. Picklable plain values.
+
+Keys are unique integers that the server gives to every sequence; the core never sees sessions,
+handles or streams. Times are CLOCK_MONOTONIC nanoseconds, one clock for all processes of a host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from engine_service.core.params import DecodingChoice, SamplingParams
+from engine_service.core.step import Canvas, TokenLogprobs
+from tidemill.runtime.errors import ServiceError
+
+
+class FinishReason(IntEnum):
+    """Numbers equal those of tidemill.v1.FinishReason."""
+
+    STOP_TOKEN = 1
+    STOP_SEQUENCE = 2
+    STOP_STRING = 3
+    LENGTH = 4
+    ABORTED = 5
+    DEADLINE = 6
+    ERROR = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """A sequence to generate. `deadline_ns` and `arrival_ns` are monotonic."""
+
+    key: int
+    request_id: str
+    prompt: bytes
+    """Little-endian uint32 token ids."""
+    sampling: SamplingParams
+    decoding: DecodingChoice
+    choice: int = 0
+    cache_salt: str = ""
+    priority: int = 0
+    fairness_key: str = ""
+    arrival_ns: int = 0
+    deadline_ns: int | None = None
+    emit_canvas: bool = False
+
+
+class Abort(NamedTuple):
+    """Ends a sequence early; unknown keys are ignored.
+
+    With reason STOP_STRING, `completion_tokens` is where the text ends.
+    """
+
+    key: int
+    reason: FinishReason = FinishReason.ABORTED
+    completion_tokens: int | None = None
+    detail: str = ""
+
+
+class Shutdown(NamedTuple):
+    """The core finishes the step in flight and leaves its loop."""
+
+
+Command = Submit | Abort | Shutdown
+
+
+class Usage(NamedTuple):
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    forward_passes: int
+    denoise_steps: int
+    preemptions: int
+
+
+class Timings(NamedTuple):
+    """Nanoseconds; `arrival_ns` is monotonic, the rest are durations."""
+
+    arrival_ns: int
+    queue_ns: int
+    prefill_ns: int
+    decode_ns: int
+
+
+class Finish(NamedTuple):
+    reason: FinishReason
+    stop_token_id: int | None
+    detail: str
+    usage: Usage
+    timings: Timings
+
+
+class Load(NamedTuple):
+    running: int
+    waiting: int
+    waiting_tokens: int
+    pages_used: int
+    pages_total: int
+
+
+class Reject(NamedTuple):
+    """The sequence was never started, or failed on its own: the one terminal event it gets."""
+
+    key: int
+    error: ServiceError
+
+
+class StepOutput(NamedTuple):
+    """One step for all sequences, in columns: row i is keys[i] with counts[i] tokens.
+
+    Sparse tables name rows by index. A row may have a count of 0 (finish without a token).
+    """
+
+    seq: int
+    keys: list[int]
+    counts: list[int]
+    token_ids: bytes
+    """Little-endian uint32, sum(counts) of them."""
+    logprobs: list[tuple[int, list[TokenLogprobs | None]]]
+    prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]]
+    """(row, first prompt position, one entry per position)."""
+    finished: list[tuple[int, Finish]]
+    canvas: list[tuple[int, int, Canvas]]
+    """(row, position of the canvas, canvas)."""
+    load: Load
+
+
+class Ready(NamedTuple):
+    """The core is up: what it found while loading."""
+
+    engine: EngineFacts
+
+
+class Progress(NamedTuple):
+    """A stage of start-up: `done` of `total` (total 0: no number known)."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class Fatal(NamedTuple):
+    """The core is about to end. Nothing will be healed."""
+
+    message: str
+
+
+Event = StepOutput | Reject | Ready | Progress | Fatal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What GetEngineInfo answers, found while loading."""
+
+    model_id: str
+    weight_version: str
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    max_rows: int
+    max_queued_requests: int
+    max_logprobs: int
+    page_size: int
+    num_pages: int
+    prefix_caching: bool
+    default_method: str
+    methods: tuple[str, ...]
+    default_params: dict[str, object]
+    block_length: int
+    mask_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    default_sampling: SamplingParams
+    tokenizer_dir: str
+    """Folder with the tokenizer's files; empty when the checkpoint has none."""
+    stage_seconds: dict[str, float]

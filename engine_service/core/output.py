@@ -1,0 +1,73 @@
+"""Collects what one turn of the loop has to tell, in the columns of StepOutput.
+
+It does not know requests: keys, tokens and finishes are written into it row by row.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from engine_service.core.messages import Finish, Load, StepOutput
+from engine_service.core.step import Canvas, TokenLogprobs
+
+
+class OutputWriter:
+    """One writer for the life of a scheduler; `take` empties it."""
+
+    def __init__(self) -> None:
+        self._seq = 0
+        self._reset()
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def row(self, key: int, tokens: list[int]) -> int:
+        """Opens the row of `key` with its newly committed tokens; returns its index."""
+        assert key not in self._rows, f"key {key} has a row in this output already"
+        row = self._rows[key] = len(self._counts)
+        self._counts.append(len(tokens))
+        self._tokens += tokens
+        return row
+
+    def logprobs(self, row: int, entries: list[TokenLogprobs | None]) -> None:
+        """One entry per token of the row."""
+        self._logprobs.append((row, entries))
+
+    def prompt_logprobs(self, row: int, start: int, entries: list[TokenLogprobs]) -> None:
+        """Scores of the prompt tokens from position `start` on."""
+        self._prompt_logprobs.append((row, start, entries))
+
+    def finish(self, key: int, finish: Finish) -> None:
+        """The terminal event of `key`, in a row of its own if it has none yet."""
+        row = self._rows.get(key)
+        self._finished.append((self.row(key, []) if row is None else row, finish))
+
+    def canvas(self, row: int, position: int, canvas: Canvas) -> None:
+        """The tentative tail that starts at `position`."""
+        self._canvas.append((row, position, canvas))
+
+    def take(self, load: Load) -> StepOutput:
+        """Everything written since the last call. Sequence numbers count from 1."""
+        self._seq += 1
+        output = StepOutput(
+            seq=self._seq,
+            keys=list(self._rows),
+            counts=self._counts,
+            token_ids=struct.pack(f"<{len(self._tokens)}I", *self._tokens),
+            logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
+            finished=self._finished,
+            canvas=self._canvas,
+            load=load,
+        )
+        self._reset()
+        return output
+
+    def _reset(self) -> None:
+        self._rows: dict[int, int] = {}
+        self._counts: list[int] = []
+        self._tokens: list[int] = []
+        self._logprobs: list[tuple[int, list[TokenLogprobs | None]]] = []
+        self._prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]] = []
+        self._finished: list[tuple[int, Finish]] = []
+        self._canvas: list[tuple[int, int, Canvas]] = []

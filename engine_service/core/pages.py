@@ -1,0 +1,221 @@
+"""The page pool: reference counts, page tables and the hashed index of prefixes.
+
+It does not know requests, rows or tensors: a page is a number. Pages are indexed in units of
+lcm(page_size, mask_block) tokens, because the KV of a page depends on the whole of its block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+DIGEST_BYTES = 16
+"""128 bits: two prefixes that meet by chance are not expected in the life of any engine."""
+
+
+class PageTable:
+    """The pages of one sequence, in order, and the digests of its token units.
+
+    Only PageManager writes it. `digests[u + 1]` covers units 0..u; `digests[0]` is the seed. The
+    digests survive `release`, so that nothing is hashed twice after a preemption.
+    """
+
+    __slots__ = ("claim_stop", "digests", "num_sealed", "pages", "pages_per_unit", "unit")
+
+    def __init__(self, seed: bytes, unit: int, pages_per_unit: int) -> None:
+        self.pages: list[int] = []
+        self.digests = [seed]
+        self.unit = unit
+        self.pages_per_unit = pages_per_unit
+        self.num_sealed = 0
+        """Leading units that are in the index or were taken from it."""
+        self.claim_stop = 0
+        """Units [num_sealed, claim_stop) are claimed where nobody else claimed them."""
+
+
+class Match(NamedTuple):
+    """Leading pages found in the index; `waits_for` is the digest of the next unit when another
+    sequence is computing it right now."""
+
+    pages: list[int]
+    waits_for: bytes | None
+
+
+class PageManager:
+    """Owns every page. Tables enter with `open`, and leave empty after `release`."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        prefix_caching: bool = True,
+        weight_version: str = "",
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._caching = prefix_caching
+        self._weight_version = weight_version
+        self._refs = [0] * num_pages
+        self._blank = list(range(num_pages - 1, -1, -1))
+        self._reusable: OrderedDict[int, None] = OrderedDict()
+        """Pages that nobody holds but the index knows; the oldest is evicted first."""
+        self._page_of: dict[tuple[bytes, int], int] = {}
+        self._key_of: dict[int, tuple[bytes, int]] = {}
+        self._claims: dict[bytes, PageTable] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `reserve` can hand out, evicting indexed ones if need be."""
+        return len(self._blank) + len(self._reusable)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_free
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` positions."""
+        return -(-num_tokens // self.page_size)
+
+    def open(self, mask_block: int, salt: str = "") -> PageTable:
+        """An empty table. Sequences share pages only under equal mask block, salt and weights."""
+        scope = f"{mask_block}\0{self._weight_version}\0{salt}"
+        seed = hashlib.blake2b(scope.encode(), digest_size=DIGEST_BYTES).digest()
+        unit = math.lcm(self.page_size, mask_block)
+        return PageTable(seed, unit, unit // self.page_size)
+
+    def match(self, table: PageTable, token_ids: Sequence[int], limit: int) -> Match:
+        """Indexed pages of the longest run of whole units within the first `limit` tokens."""
+        pages: list[int] = []
+        if not self._caching:
+            return Match(pages, None)
+        for unit in range(limit // table.unit):
+            digest = self._digest(table, token_ids, unit)
+            keys = [(digest, k) for k in range(table.pages_per_unit)]
+            if not all(key in self._page_of for key in keys):
+                return Match(pages, digest if digest in self._claims else None)
+            pages += [self._page_of[key] for key in keys]
+        return Match(pages, None)
+
+    def is_claimed(self, digest: bytes) -> bool:
+        """Whether some sequence is computing this unit now."""
+        return digest in self._claims
+
+    def adopt(self, table: PageTable, match: Match) -> int:
+        """Takes matched pages into an empty table; returns the number of tokens they hold."""
+        assert not table.pages, f"table already holds {len(table.pages)} pages"
+        for page in match.pages:
+            if self._refs[page] == 0:
+                del self._reusable[page]
+            self._refs[page] += 1
+        table.pages = list(match.pages)
+        table.num_sealed = table.claim_stop = len(match.pages) // table.pages_per_unit
+        return len(match.pages) * self.page_size
+
+    def claim(self, table: PageTable, token_ids: Sequence[int], limit: int) -> None:
+        """Announces that the units within the first `limit` tokens are about to be computed."""
+        if not self._caching:
+            return
+        for unit in range(table.num_sealed, limit // table.unit):
+            self._claims.setdefault(self._digest(table, token_ids, unit), table)
+        table.claim_stop = max(table.num_sealed, limit // table.unit)
+
+    def reserve(self, table: PageTable, num_tokens: int) -> bool:
+        """Grows the table to hold `num_tokens` positions; changes nothing when it cannot."""
+        need = -(-num_tokens // self.page_size) - len(table.pages)
+        if need <= 0:
+            return True
+        if need > self.num_free:
+            return False
+        for _ in range(need):
+            page = self._blank.pop() if self._blank else self._evict()
+            self._refs[page] = 1
+            table.pages.append(page)
+        return True
+
+    def seal(self, table: PageTable, token_ids: Sequence[int], num_cached: int) -> None:
+        """Publishes the units whose KV became final: those within the first `num_cached` tokens.
+
+        The price is one hash per new unit, not per step.
+        """
+        stop = num_cached // table.unit
+        if stop <= table.num_sealed or not self._caching:
+            return
+        for unit in range(table.num_sealed, stop):
+            digest = self._digest(table, token_ids, unit)
+            if self._claims.get(digest) is table:
+                del self._claims[digest]
+            for k in range(table.pages_per_unit):
+                self._index((digest, k), table.pages[unit * table.pages_per_unit + k])
+        table.num_sealed = stop
+        table.claim_stop = max(stop, table.claim_stop)
+
+    def release(self, table: PageTable) -> None:
+        """Gives all pages and claims back; indexed pages stay reusable, the last ones go first."""
+        for digest in table.digests[table.num_sealed + 1 : table.claim_stop + 1]:
+            if self._claims.get(digest) is table:
+                del self._claims[digest]
+        for page in reversed(table.pages):
+            self._refs[page] -= 1
+            if self._refs[page] > 0:
+                continue
+            if page in self._key_of:
+                self._reusable[page] = None
+            else:
+                self._blank.append(page)
+        table.pages = []
+        table.num_sealed = table.claim_stop = 0
+
+    def check_writable(self, table: PageTable, start: int) -> None:
+        """Asserts that nobody else can read what is written from position `start` on."""
+        for index in range(start // self.page_size, len(table.pages)):
+            page = table.pages[index]
+            assert self._refs[page] == 1, f"page {page} is written with {self._refs[page]} holders"
+            assert page not in self._key_of, f"page {page} is written while it is in the index"
+
+    def check_integrity(self, tables: Iterable[PageTable]) -> None:
+        """Asserts every invariant of the pool, given all open tables. For tests and debugging."""
+        opened = list(tables)
+        held = Counter(page for table in opened for page in table.pages)
+        for page, refs in enumerate(self._refs):
+            assert refs == held[page], f"page {page}: {refs} references, {held[page]} holders"
+        free = [*self._blank, *self._reusable]
+        assert len(free) == len(set(free)), "a page is free twice"
+        assert set(free) == {p for p, refs in enumerate(self._refs) if refs == 0}, "pages leaked"
+        assert all(page in self._key_of for page in self._reusable), "reusable but not indexed"
+        assert not any(page in self._key_of for page in self._blank), "blank but indexed"
+        inverse = {page: key for key, page in self._page_of.items()}
+        assert inverse == self._key_of, "the index and its inverse differ"
+        for table in opened:
+            assert len(set(table.pages)) == len(table.pages), "a table holds a page twice"
+            assert table.num_sealed * table.pages_per_unit <= len(table.pages), "sealed too much"
+        for digest, table in self._claims.items():
+            assert any(table is other for other in opened), "a released table holds a claim"
+            claimed = table.digests[table.num_sealed + 1 : table.claim_stop + 1]
+            assert digest in claimed, "a claim lies outside its table's range"
+
+    def _digest(self, table: PageTable, token_ids: Sequence[int], unit: int) -> bytes:
+        """Digest of units 0..unit; hashes only what has not been hashed before."""
+        digests = table.digests
+        while len(digests) <= unit + 1:
+            start = (len(digests) - 1) * table.unit
+            packed = struct.pack(f"<{table.unit}I", *token_ids[start : start + table.unit])
+            digests.append(hashlib.blake2b(digests[-1] + packed, digest_size=DIGEST_BYTES).digest())
+        return digests[unit + 1]
+
+    def _index(self, key: tuple[bytes, int], page: int) -> None:
+        """The first page under a key stays; an equal one computed beside it is not shared."""
+        if key in self._page_of or page in self._key_of:
+            return
+        self._page_of[key] = page
+        self._key_of[page] = key
+
+    def _evict(self) -> int:
+        """Takes the page that has been unused for longest out of the index. O(1)."""
+        page, _ = self._reusable.popitem(last=False)
+        del self._page_of[self._key_of.pop(page)]
+        return page

@@ -1,0 +1,80 @@
+"""What a request asks for, in token terms. Plain values; no torch, no protobuf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_LISTED_IDS = 300
+"""Most entries of logit_bias and of the stop ids (with the eos ids): width of the device tables."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Knobs of one sequence. `None` means: take the checkpoint's default.
+
+    `max_tokens` None means: until the context is full. `top_k` 0 or -1 turns the filter off.
+    `logprobs` and `prompt_logprobs` are the number of alternatives; None means none at all.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop_token_sequences: tuple[tuple[int, ...], ...] = ()
+    ignore_eos: bool | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedSampling:
+    """SamplingParams after admission: every default filled in, every value checked.
+
+    `suppress` are the ids that must not be chosen before `min_tokens` tokens are out.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: dict[int, float]
+    seed: int
+    choice: int
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: frozenset[int]
+    stop_token_sequences: tuple[tuple[int, ...], ...]
+    suppress: tuple[int, ...]
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodingChoice:
+    """The decoding method a request names (None: the engine's default) and its raw knobs."""
+
+    method: str | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """Budgets of one step and of the queue."""
+
+    max_rows: int
+    token_budget: int
+    logit_budget: int
+    max_queued_requests: int
+    age_bound_s: float

@@ -1,0 +1,180 @@
+"""Decides which requests run in a step, and gives them rows and pages.
+
+It owns the queue, the rows and the page tables' growth. It does not know what a step decided, nor
+why a request ends.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from engine_service.core.draft import Entry, StepDraft
+from engine_service.core.messages import Load
+from engine_service.core.pages import PageManager
+from engine_service.core.params import SchedulerLimits
+from engine_service.core.policy.priority import WaitingQueue, order
+from engine_service.core.request import Request
+
+
+class Planner:
+    """enqueue, plan, leave. Running requests first, then waiting ones in the policy's order.
+
+    Nobody starves: a request that fits alone comes first in the order at some time, and the first
+    one is never preempted for another.
+    """
+
+    def __init__(self, pages: PageManager, limits: SchedulerLimits) -> None:
+        self._pages = pages
+        self._limits = limits
+        self._age_bound_ns = int(limits.age_bound_s * 1e9)
+        self._running: dict[int, Request] = {}
+        self._waiting = WaitingQueue()
+        self._free_rows = list(range(limits.max_rows - 1, -1, -1))
+        self._catch_up_first = False
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def load(self) -> Load:
+        """How full queue, rows and pool are."""
+        return Load(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            waiting_tokens=self._waiting.num_tokens,
+            pages_used=self._pages.num_used,
+            pages_total=self._pages.num_pages,
+        )
+
+    def enqueue(self, request: Request) -> None:
+        """Lets a request wait for its turn."""
+        self._waiting.add(request)
+
+    def leave(self, request: Request) -> None:
+        """Takes an ending request out and releases its row and pages.
+
+        No step in flight may name it.
+        """
+        assert request.in_flight == 0, f"{request.request_id} is named by a step in flight"
+        if request.row >= 0:
+            self._leave_row(request)
+        else:
+            self._waiting.remove(request)
+
+    def plan(self, now: int) -> list[Entry]:
+        """What every row does in the next step; empty when nothing can run beside the steps in
+        flight. Requests that a step in flight names are left alone."""
+        aged_before = now - self._age_bound_ns
+        draft = StepDraft(self._limits.token_budget, self._limits.logit_budget)
+        if self._plan_running(draft, aged_before) and self._free_rows:
+            self._plan_waiting(draft, aged_before, now)
+        return list(draft.entries.values())
+
+    def check_integrity(self, requests: dict[int, Request]) -> None:
+        """Asserts the invariants of pages, rows and queue, given all live requests."""
+        self._pages.check_integrity(request.table for request in requests.values())
+        rows = [*self._free_rows, *(request.row for request in self._running.values())]
+        assert sorted(rows) == list(range(self._limits.max_rows)), f"rows leaked: {rows}"
+        waiting = {request.key for request in self._waiting}
+        assert not waiting & self._running.keys(), "a request waits and runs"
+        assert waiting | self._running.keys() == requests.keys(), "a request is lost"
+        for request in self._waiting:
+            assert not request.table.pages, "a waiting request holds pages"
+            assert request.row < 0, "a waiting request holds a row"
+        for request in self._running.values():
+            self._pages.check_writable(request.table, request.num_cached)
+
+    def _plan_running(self, draft: StepDraft, aged_before: int) -> bool:
+        """Plans the rows that are taken; True when there may be room for waiting requests.
+
+        Short spans go first, so that a long prompt never stalls the others; if that leaves
+        nothing for any prompt, prompts go first in the next step. Rows that found no budget
+        lead next time.
+        """
+        idle = [request for request in self._running.values() if not request.in_flight]
+        catching_up = [request for request in idle if not request.decoding]
+        decoding = [request for request in idle if request.decoding] if catching_up else idle
+        groups = (catching_up, decoding) if self._catch_up_first else (decoding, catching_up)
+        left_out: dict[int, Request] = {}
+        for request in chain(*groups):
+            if request.row >= 0 and not self._extend(request, draft, aged_before):
+                left_out[request.key] = request
+        served = any(request.key in draft.entries for request in catching_up)
+        self._catch_up_first = bool(catching_up) and not served
+        if any(request.decoding for request in left_out.values()):
+            leading = {key: r for key, r in left_out.items() if r.decoding and r.row >= 0}
+            self._running = leading | self._running
+        return not left_out and len(draft.entries) == len(idle)
+
+    def _extend(self, request: Request, draft: StepDraft, aged_before: int) -> bool:
+        """Plans one running request, preempting others for pages; False without budget."""
+        view = request.view()
+        span = request.strategy.plan(view, draft.budget)
+        if span is None:
+            return False
+        first_page = len(request.table.pages)
+        while not self._pages.reserve(request.table, span.kv_len):
+            candidates = (r for r in self._running.values() if not r.in_flight)
+            victim = max(candidates, key=lambda r: order(r, aged_before))
+            draft.drop(victim.key)
+            self._preempt(victim)
+            if victim is request:
+                return True
+        draft.add(request, view, span, first_page, False)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue with its canvas; everything that was cached is computed again."""
+        self._leave_row(request)
+        request.num_cached = 0
+        request.decoding = False
+        request.preemptions += 1
+        self._waiting.add(request)
+
+    def _plan_waiting(self, draft: StepDraft, aged_before: int, now: int) -> None:
+        for request in self._waiting.in_order(aged_before):
+            if not self._free_rows or draft.budget.tokens <= 0:
+                return
+            if request.waits_for is not None and self._pages.is_claimed(request.waits_for):
+                continue
+            if not self._admit(request, draft, now):
+                return
+
+    def _admit(self, request: Request, draft: StepDraft, now: int) -> bool:
+        """Gives a waiting request a row if it fits; False when nobody behind it may try either.
+
+        It must find pages for all it has to compute, so that it is not preempted at once.
+        """
+        pages, table, tokens = self._pages, request.table, request.committed
+        limit = request.strategy.max_cached(len(tokens))
+        scores_prompt = request.sampling.prompt_logprobs is not None
+        match = pages.match(table, tokens, 0 if scores_prompt else limit)
+        request.waits_for = match.waits_for
+        if match.waits_for is not None:
+            return True
+        request.num_cached = pages.adopt(table, match)
+        missing = pages.pages_for(len(tokens) + len(request.canvas.token_ids)) - len(match.pages)
+        request.row = self._free_rows[-1]
+        view = request.view()
+        span = request.strategy.plan(view, draft.budget) if missing <= pages.num_free else None
+        if span is None:
+            pages.release(table)
+            request.num_cached, request.row = 0, -1
+            return False
+        reserved = pages.reserve(table, span.kv_len)
+        assert reserved, f"{missing} pages were free for request {request.request_id}"
+        pages.claim(table, tokens, limit)
+        self._waiting.remove(request)
+        self._running[request.key] = request
+        self._free_rows.pop()
+        if request.started_ns is None:
+            request.started_ns, request.cached_tokens = now, request.num_cached
+        draft.add(request, view, span, 0, True)
+        return True
+
+    def _leave_row(self, request: Request) -> None:
+        self._pages.release(request.table)
+        del self._running[request.key]
+        self._free_rows.append(request.row)
+        request.row = -1

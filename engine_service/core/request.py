@@ -1,0 +1,97 @@
+"""One live sequence inside the scheduler. Only the scheduler writes its fields.
+
+It does not know the pool or the queue; its page table is a handle that PageManager fills.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from engine_service.core.messages import Finish, FinishReason, Timings, Usage
+from engine_service.core.pages import PageTable
+from engine_service.core.params import ResolvedSampling
+from engine_service.core.step import Canvas
+from engine_service.core.strategy import DecodeStrategy, View
+
+
+class Ending(NamedTuple):
+    """Why a request ends. `output_tokens` overrides the count that usage reports."""
+
+    reason: FinishReason
+    detail: str = ""
+    stop_token_id: int | None = None
+    output_tokens: int | None = None
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Request:
+    """What the scheduler knows of a sequence. `row` is -1 while it holds none."""
+
+    key: int
+    request_id: str
+    committed: list[int]
+    """Prompt and output: final tokens."""
+    prompt_len: int
+    canvas: Canvas
+    """Tentative tail behind the committed tokens; kept on preemption."""
+    strategy: DecodeStrategy
+    params: Any
+    sampling: ResolvedSampling
+    table: PageTable
+    priority: int
+    arrival_ns: int
+    emit_canvas: bool
+    score_from: int
+    """First prompt position still to be scored; prompt_len when none is."""
+    num_cached: int = 0
+    row: int = -1
+    decoding: bool = False
+    """Its last span decided something: the next one is short."""
+    in_flight: int = 0
+    """Launched steps that name it and are not collected yet."""
+    ending: Ending | None = None
+    """Takes effect when the last step in flight is collected."""
+    waits_for: bytes | None = None
+    """Unit digest that a running request is computing under the same key."""
+    cached_tokens: int = 0
+    forward_passes: int = 0
+    denoise_steps: int = 0
+    preemptions: int = 0
+    started_ns: int | None = None
+    first_token_ns: int | None = None
+
+    def view(self) -> View:
+        """The picture a strategy plans from."""
+        return View(
+            self.row,
+            self.prompt_len,
+            len(self.committed),
+            self.num_cached,
+            self.canvas,
+            self.params,
+            self.score_from,
+        )
+
+    def finish(self, ending: Ending, now_ns: int) -> Finish:
+        """The terminal event, with what the request used."""
+        started = now_ns if self.started_ns is None else self.started_ns
+        first_token = now_ns if self.first_token_ns is None else self.first_token_ns
+        output_tokens = len(self.committed) - self.prompt_len
+        if ending.output_tokens is not None:
+            output_tokens = min(output_tokens, ending.output_tokens)
+        usage = Usage(
+            prompt_tokens=self.prompt_len,
+            cached_tokens=self.cached_tokens,
+            output_tokens=output_tokens,
+            forward_passes=self.forward_passes,
+            denoise_steps=self.denoise_steps,
+            preemptions=self.preemptions,
+        )
+        timings = Timings(
+            arrival_ns=self.arrival_ns,
+            queue_ns=max(0, started - self.arrival_ns),
+            prefill_ns=first_token - started,
+            decode_ns=now_ns - first_token,
+        )
+        return Finish(ending.reason, ending.stop_token_id, ending.detail, usage, timings)

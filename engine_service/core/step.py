@@ -1,0 +1,130 @@
+"""What one engine step consists of: small plain values that cross the core-worker border.
+
+It does not know requests, strategies or torch; the worker does not know requests either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from engine_service.core.params import ResolvedSampling
+
+FULL = 1 << 30
+"""`mask_block` of a span that sees everything (bidirectional)."""
+
+
+class Span(NamedTuple):
+    """What one row computes in one step. All positions are absolute.
+
+    Query position p sees keys < min(kv_len, (p // mask_block + 1) * mask_block).
+    Logits are wanted for the tokens at [decide_start, decide_stop) (empty: nothing is decided)
+    and for the known tokens at [score_start, score_stop) (prompt log-probabilities).
+    """
+
+    row: int
+    start: int
+    stop: int
+    kv_len: int
+    mask_block: int
+    decide_start: int
+    decide_stop: int
+    score_start: int = 0
+    score_stop: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def num_logits(self) -> int:
+        return self.decide_stop - self.decide_start + self.score_stop - self.score_start
+
+
+class TokenLogprobs(NamedTuple):
+    """One position: the chosen (or given) token first, then the alternatives, best first.
+
+    `rank` of the chosen token counts from 1 (most likely).
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int
+
+
+class Canvas(NamedTuple):
+    """The tentative tail of a request, starting at its committed length.
+
+    `fixed[i]` says that position i is decided (never inferred from the token's value);
+    `step` counts the decisions taken in the current block; `logprobs` is None or one entry per
+    position, filled when the position was revealed.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    fixed: tuple[bool, ...] = ()
+    step: int = 0
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+EMPTY_CANVAS = Canvas()
+
+
+class NewRow(NamedTuple):
+    """A request takes (or takes again, after preemption) a row of the device tables.
+
+    `token_ids` are the committed tokens; `canvas` follows them.
+    """
+
+    row: int
+    epoch: int
+    token_ids: list[int]
+    prompt_len: int
+    canvas: Canvas
+    method: str
+    params: Any
+    sampling: ResolvedSampling
+
+
+class PageAppend(NamedTuple):
+    """Row's page table grows: entries from `index` on are `pages`."""
+
+    row: int
+    index: int  # type: ignore[assignment]  # tuple.index is nobody's need here
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Everything a worker needs for one step. Deltas first, then the spans to run."""
+
+    seq: int
+    new_rows: tuple[NewRow, ...]
+    page_appends: tuple[PageAppend, ...]
+    spans: tuple[Span, ...]
+
+
+class Decision(NamedTuple):
+    """What the device decided for one span, on the host.
+
+    `token_ids[i]` and `final[i]` belong to position decide_start + i; a position that is not
+    final keeps its mask. `logprobs` and `scores` (of the scored prompt positions) are None when
+    the request did not ask for them.
+    """
+
+    token_ids: list[int]
+    final: list[bool]
+    logprobs: list[TokenLogprobs | None] | None = None
+    scores: list[TokenLogprobs] | None = None
+
+
+class Update(NamedTuple):
+    """What a step did to one request.
+
+    `commit` are the tokens that became final; `canvas` is the new tail behind them;
+    `num_cached` is the number of leading positions whose KV is final.
+    """
+
+    commit: list[int]
+    logprobs: list[TokenLogprobs | None] | None
+    num_cached: int
+    canvas: Canvas

@@ -1,0 +1,174 @@
+"""What the core asks of others: a decoding strategy and an executor.
+
+The core owns these interfaces; `decoding/` implements the first, `worker/` the second.
+A strategy has a host half (pure, used by the scheduler) and a device half (used by the runner);
+neither the scheduler nor the runner knows a method's name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from engine_service.core.step import Canvas, Decision, NewRow, Span, StepPlan, Update
+
+
+class View(NamedTuple):
+    """The frozen picture of a request that a strategy plans from."""
+
+    row: int
+    prompt_len: int
+    committed_len: int
+    num_cached: int
+    canvas: Canvas
+    params: Any
+    score_from: int
+    """First prompt position still to be scored; prompt_len when nothing is to be scored."""
+
+
+class Budget(NamedTuple):
+    """What is left of the step: query tokens and rows of logits."""
+
+    tokens: int
+    logits: int
+
+
+class DecodeStrategy(ABC):
+    """One decoding method.
+
+    Class attributes: `name`; `Params`, the frozen dataclass of per-request knobs (parsed once at
+    admission); `supports`, the capabilities of {"penalties", "logprobs", "prompt_logprobs",
+    "min_tokens", "logit_bias", "canvas"} that requests may ask for.
+    """
+
+    name: ClassVar[str]
+    Params: ClassVar[type]
+    supports: ClassVar[frozenset[str]]
+    mask_block: int
+    """Granularity of attention and of the prefix cache; 1 is causal."""
+    max_decide: int
+    """Most positions one span of this method decides on."""
+    min_tokens_per_step: int
+    """Smallest budget with which `plan` always makes progress."""
+
+    @classmethod
+    @abstractmethod
+    def for_model(cls, *, mask_block: int, mask_token_id: int | None) -> DecodeStrategy:
+        """The method as a model with these traits runs it; raises Unsupported if it cannot."""
+
+    @abstractmethod
+    def parse(self, knobs: dict[str, Any]) -> Any:
+        """Checks raw knobs; raises InvalidRequest naming the unknown or wrong one."""
+
+    @abstractmethod
+    def begin(self, committed_len: int, params: Any) -> Canvas:
+        """The tail a request starts with."""
+
+    @abstractmethod
+    def max_cached(self, committed_len: int) -> int:
+        """How many leading positions may be taken from the prefix cache."""
+
+    def plan(self, view: View, budget: Budget) -> Span | None:
+        """The next span, or None when the budget does not allow progress. Pure.
+
+        The default fits every method that caches what it commits: catch up with what is committed
+        but not cached, then decide on the tail; a cut falls on a border of `mask_block`.
+        """
+        block = self.mask_block
+        start = view.num_cached
+        end = view.committed_len + len(view.canvas.token_ids)
+        stop = min(end, start + budget.tokens // block * block)
+        if view.score_from < view.prompt_len:
+            return self._plan_scored(view, budget, stop)
+        if stop == end > start:
+            decide_start, decide_stop = self.undecided(view)
+            if decide_stop - decide_start <= budget.logits:
+                return Span(view.row, start, stop, stop, block, decide_start, decide_stop)
+            stop -= block
+        if stop <= start:
+            return None
+        return Span(view.row, start, stop, stop, block, stop, stop)
+
+    def undecided(self, view: View) -> tuple[int, int]:
+        """Positions [start, stop) that the span reaching the end of the row decides on.
+
+        From the first to the last open position of the canvas, or the next token without one.
+        """
+        fixed = view.canvas.fixed
+        if not fixed:
+            return view.committed_len, view.committed_len + 1
+        first = fixed.index(False)
+        last = len(fixed) - 1
+        while fixed[last]:
+            last -= 1
+        return view.committed_len + first, view.committed_len + last + 1
+
+    def _plan_scored(self, view: View, budget: Budget, stop: int) -> Span | None:
+        """A span of a causal prompt whose tokens are scored: token p from query p - 1."""
+        assert self.mask_block == 1, "prompt log-probabilities are defined for causal methods"
+        start, end = view.num_cached, view.committed_len
+        score_start = max(view.score_from, start + 1)
+        num_scores = max(0, min(view.prompt_len, stop + 1) - score_start)
+        if stop == end and num_scores + 1 > budget.logits:
+            stop -= 1
+        stop = min(stop, score_start - 1 + budget.logits)
+        if stop <= start:
+            return None
+        score_stop = max(score_start, min(view.prompt_len, stop + 1))
+        decide_start = end if stop == end else stop
+        decide_stop = end + 1 if stop == end else stop
+        return Span(
+            view.row, start, stop, stop, 1, decide_start, decide_stop, score_start, score_stop
+        )
+
+    @abstractmethod
+    def settle(self, view: View, span: Span, decision: Decision | None) -> Update:
+        """Turns a decision into an update. Pure; `view` is the one the span was planned from."""
+
+    @abstractmethod
+    def bind(self, max_rows: int, device: Any) -> None:
+        """Device half: allocates the method's own per-row tables."""
+
+    @abstractmethod
+    def admit(self, rows: list[NewRow]) -> None:
+        """Device half: writes the method's tables for rows that are taken or taken again."""
+
+    @abstractmethod
+    def decide(self, batch: Any) -> Any:
+        """Device half: DecideBatch to DecideResult (sampling/batch.py).
+
+        Writes the chosen tokens and fixed bits into the device tables. No synchronisation.
+        """
+
+
+class ExecutorLimits(NamedTuple):
+    """What an executor found out at start-up."""
+
+    num_pages: int
+    page_size: int
+    max_rows: int
+    max_model_len: int
+
+
+class Executor(Protocol):
+    """Runs step plans. `launch` returns at once; `collect` waits for that step's decisions."""
+
+    limits: ExecutorLimits
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Starts a step and returns a handle for `collect`."""
+
+    def collect(self, handle: Any) -> list[Decision | None]:
+        """One entry per span of the plan; None where nothing was decided or scored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What admission must know of the model."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    max_logprobs: int
+    weight_version: str

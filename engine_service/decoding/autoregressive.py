@@ -1,0 +1,79 @@
+"""One token per step, from left to right.
+
+Host half and device half of the method; it does not know requests, pages or models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine_service.core.step import EMPTY_CANVAS, Canvas, Decision, NewRow, Span, Update
+from engine_service.core.strategy import DecodeStrategy, View
+from engine_service.decoding.knobs import reject_unknown
+from engine_service.sampling.batch import DecideBatch, DecideResult
+from engine_service.sampling.sampler import choose, token_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class AutoregressiveParams:
+    """The method has no knobs of its own; sampling parameters say everything."""
+
+
+class Autoregressive(DecodeStrategy):
+    """The token at n is decided from the logits of query n - 1."""
+
+    name = "autoregressive"
+    Params = AutoregressiveParams
+    supports = frozenset({"penalties", "logprobs", "prompt_logprobs", "min_tokens", "logit_bias"})
+    mask_block = 1
+    max_decide = 1
+    min_tokens_per_step = 1
+
+    @classmethod
+    def for_model(cls, *, mask_block: int, mask_token_id: int | None) -> Autoregressive:
+        """Any model with a next-token head can do it."""
+        return cls()
+
+    def parse(self, knobs: dict[str, Any]) -> AutoregressiveParams:
+        """Raises InvalidRequest for every knob: there are none."""
+        reject_unknown(knobs, AutoregressiveParams, self.name)
+        return AutoregressiveParams()
+
+    def begin(self, committed_len: int, params: Any) -> Canvas:
+        """No tail."""
+        return EMPTY_CANVAS
+
+    def max_cached(self, committed_len: int) -> int:
+        """All but the last token, whose logits decide the next one."""
+        return committed_len - 1
+
+    def settle(self, view: View, span: Span, decision: Decision | None) -> Update:
+        """Commits the decided token; its own KV is computed by the next span."""
+        if decision is None or span.decide_start == span.decide_stop:
+            return Update([], None, span.stop, EMPTY_CANVAS)
+        return Update(decision.token_ids, decision.logprobs, span.stop, EMPTY_CANVAS)
+
+    def bind(self, max_rows: int, device: Any) -> None:
+        """The method keeps nothing per row."""
+
+    def admit(self, rows: list[NewRow]) -> None:
+        """The method keeps nothing per row."""
+
+    def decide(self, batch: DecideBatch) -> DecideResult:
+        """One token per span, written behind the committed ones."""
+        rows, positions, tables = batch.rows, batch.positions, batch.tables
+        token_ids = choose(batch, torch.zeros_like(positions)).token_ids
+        tables.tokens[rows, positions] = token_ids
+        tables.fixed[rows, positions] = True
+        final = torch.ones_like(token_ids, dtype=torch.bool)
+        scores = token_logprobs(batch, token_ids)
+        return DecideResult(
+            token_ids=token_ids,
+            final=final,
+            logprobs=scores.logprobs if scores else None,
+            logprob_ids=scores.ids if scores else None,
+            ranks=scores.ranks if scores else None,
+        )

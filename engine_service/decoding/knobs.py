@@ -1,0 +1,54 @@
+"""Checks of the knobs that a request gives to its decoding method. It knows no method."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+from tidemill.runtime.errors import InvalidRequest
+
+
+def wrong_knob(name: str, value: Any, wording: str) -> InvalidRequest:
+    """The error for a knob whose value is not allowed."""
+    return InvalidRequest(
+        f"The decoding parameter {name} is {value!r}; it must be {wording}.",
+        param=f"decoding.params.{name}",
+    )
+
+
+def reject_unknown(knobs: dict[str, Any], params: type, method: str) -> None:
+    """Raises InvalidRequest naming the first knob that `params` has no field for."""
+    known = [field.name for field in fields(params)]
+    unknown = next((name for name in knobs if name not in known), None)
+    if unknown is None:
+        return
+    listed = ", ".join(known) or "none"
+    raise InvalidRequest(
+        f"Unknown decoding parameter {unknown!r} of {method}; it knows: {listed}.",
+        reason="UNKNOWN_PARAMETER",
+        param=f"decoding.params.{unknown}",
+    )
+
+
+def read_number(name: str, value: Any, *, low: float) -> float:
+    """A finite number of at least `low`."""
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_real and math.isfinite(value) and value >= low):
+        raise wrong_knob(name, value, f"a finite number of at least {low:g}")
+    return float(value)
+
+
+def read_whole(name: str, value: Any, *, low: int, high: int) -> int:
+    """A whole number in [low, high]; 4.0 is one, because JSON and protobuf know only numbers."""
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_real and low <= value <= high and value == int(value)):
+        raise wrong_knob(name, value, f"a whole number in [{low}, {high}]")
+    return int(value)
+
+
+def read_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """One of `choices`."""
+    if not (isinstance(value, str) and value in choices):
+        raise wrong_knob(name, value, f"one of {', '.join(choices)}")
+    return value

@@ -1,0 +1,210 @@
+"""engine(method) == slow cache-free reference, whatever sizes, order, sharing and preemption do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine_service.core.messages import FinishReason
+from tests.equivalence.harness import AR, BLOCK, EOS, Setup, ToyEngine
+from tests.equivalence.references import (
+    random_knobs,
+    random_prompt,
+    reference_ar,
+    reference_block,
+    reference_shift0,
+)
+from tests.fakes import MASK, ToyModel
+
+SIZES = [(4, 8), (2, 8), (8, 4), (4, 4), (3, 4), (4, 1), (16, 4), (6, 4)]
+"""(page, block): smaller, equal, larger, and neither a divisor of the other."""
+
+
+def tight(rng: random.Random, page_size: int, block: int) -> Setup:
+    """A set-up in which something is always scarce; 56 tokens are the largest request."""
+    unit = page_size * block
+    return Setup(
+        page_size=page_size,
+        block=block,
+        max_rows=rng.choice([1, 3, 6]),
+        num_pages=-(-rng.choice([64, 80, 300]) // page_size) + unit // page_size,
+        token_budget=rng.choice([8, 13, 64]),
+        logit_budget=rng.choice([8, 16, 64]),
+        prefix_caching=rng.random() < 0.8,
+    )
+
+
+def expected(model: ToyModel, engine: ToyEngine, asked: tuple) -> list[int]:
+    """What the reference says of a request."""
+    prompt, count, method, knobs = asked
+    if method == AR:
+        return reference_ar(model, prompt, count)
+    return reference_block(model, prompt, count, engine.setup.block, knobs)
+
+
+def play(engine: ToyEngine, rng: random.Random, num_requests: int = 8) -> dict[int, tuple]:
+    """Random arrivals, shared prefixes, priorities and forced preemptions; runs to the end."""
+    shared = random_prompt(rng, 0, 16)
+    asked: dict[int, tuple] = {}
+    while len(asked) < num_requests or engine.scheduler.has_work:
+        while len(asked) < num_requests and rng.random() < 0.4:
+            prompt = (shared if rng.random() < 0.7 else []) + random_prompt(rng, 1, 17)
+            count, method = rng.randint(1, 22), rng.choice([AR, BLOCK])
+            knobs = random_knobs(rng, engine.setup.block) if method == BLOCK else {}
+            key = engine.submit(prompt, count, method, knobs, priority=rng.randint(0, 2))
+            asked[key] = (prompt, count, method, knobs)
+        engine.step()
+        if asked and rng.random() < 0.1:
+            engine.preempt(rng.choice(list(asked)))
+    engine.check_empty()
+    return asked
+
+
+@pytest.mark.parametrize(("page_size", "block"), SIZES)
+def test_every_request_gets_the_tokens_of_the_reference(
+    page_size: int, block: int, seed: int
+) -> None:
+    preemptions = cached = 0
+    for round_seed in range(seed, seed + 4):
+        rng = random.Random(round_seed)
+        model = ToyModel(round_seed)
+        engine = ToyEngine(model, tight(rng, page_size, block))
+        for key, asked in play(engine, rng).items():
+            result = engine.results[key]
+            assert result.tokens == expected(model, engine, asked), (round_seed, key, asked)
+            assert result.finish.reason == FinishReason.LENGTH
+            preemptions += result.finish.usage.preemptions
+            cached += result.finish.usage.cached_tokens
+    assert preemptions > 0, "the test must force preemptions"
+
+
+def test_aborts_leave_the_others_alone(seed: int) -> None:
+    for round_seed in range(seed, seed + 6):
+        rng = random.Random(round_seed)
+        model = ToyModel(round_seed)
+        engine = ToyEngine(model, tight(rng, 4, 4))
+        asked: dict[int, tuple] = {}
+        for _ in range(8):
+            prompt, count = random_prompt(rng, 1, 17), rng.randint(4, 22)
+            method = rng.choice([AR, BLOCK])
+            asked[engine.submit(prompt, count, method)] = (prompt, count, method, {})
+        victims = rng.sample(list(asked), 4)
+        while engine.scheduler.has_work:
+            engine.step()
+            if victims and rng.random() < 0.3:
+                engine.abort(victims.pop())
+                engine.collect_output()
+        engine.check_empty()
+        for key, request in asked.items():
+            result, whole = engine.results[key], expected(model, engine, request)
+            assert result.tokens == whole[: len(result.tokens)]
+            assert result.finish.usage.output_tokens == len(result.tokens)
+            if result.finish.reason == FinishReason.LENGTH:
+                assert result.tokens == whole
+            else:
+                assert result.finish.reason == FinishReason.ABORTED
+
+
+def test_rule_e_a_literal_mask_id_in_a_prompt_is_an_ordinary_token() -> None:
+    model = ToyModel(3)
+    engine = ToyEngine(model, Setup())
+    prompts = [[MASK] * n for n in (1, 3, 4, 6, 9)] + [[5, MASK, 6], [1, 2, 3, MASK]]
+    asked = {}
+    for prompt in prompts:
+        for method in (AR, BLOCK):
+            asked[engine.submit(prompt, 11, method)] = (prompt, 11, method, {})
+    engine.run()
+    for key, request in asked.items():
+        assert engine.results[key].tokens == expected(model, engine, request), request
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rule_f_the_mask_token_is_never_chosen(temperature: float) -> None:
+    model = ToyModel(4)
+    model.head[MASK] = 50 * model.head[:MASK].mean(0)
+    engine = ToyEngine(model, Setup())
+    for key in range(6):
+        options = {"temperature": temperature, "seed": key}
+        engine.submit([key + 1, 2, 3], 16, BLOCK, {"threshold": 0.3}, **options)
+        engine.submit([key + 1, 2, 3], 16, AR, **options)
+    engine.run()
+    assert all(MASK not in result.tokens for result in engine.results.values())
+
+
+def test_block_one_is_greedy_autoregression_without_shift(seed: int) -> None:
+    rng, model = random.Random(seed), ToyModel(seed)
+    engine = ToyEngine(model, Setup(block=1))
+    keys = [engine.submit(random_prompt(rng, 1, 12), 10, BLOCK) for _ in range(6)]
+    engine.run()
+    for key in keys:
+        result = engine.results[key]
+        assert result.tokens == reference_shift0(model, result.prompt, 10)
+        assert result.finish.usage.forward_passes == 10
+
+
+def test_thresholds_at_their_ends_are_one_step_and_one_token_per_step(seed: int) -> None:
+    rng, model = random.Random(seed), ToyModel(seed)
+    engine = ToyEngine(model, Setup(block=4))
+    prompt = random_prompt(rng, 8, 8)
+    all_at_once = engine.submit(prompt, 12, BLOCK, {"threshold": 0.0})
+    one_by_one = engine.submit(prompt, 12, BLOCK, {"threshold": 1.5})
+    static = engine.submit(prompt, 12, BLOCK, {"remasking": "low_confidence_static", "steps": 4})
+    engine.run()
+    passes = [engine.results[k].finish.usage.denoise_steps for k in (all_at_once, one_by_one)]
+    assert passes == [3, 12]
+    assert engine.results[one_by_one].tokens == engine.results[static].tokens
+
+
+@pytest.mark.parametrize("method", [AR, BLOCK])
+def test_eos_ends_a_request_early_with_the_same_text(method: str, seed: int) -> None:
+    ends_inside = 0
+    for round_seed in range(seed, seed + 12):
+        rng, model = random.Random(round_seed), ToyModel(round_seed)
+        model.head[EOS] += 0.8 * model.head.std()
+        engine = ToyEngine(model, Setup(block=8))
+        prompt = random_prompt(rng, 1, 12)
+        knobs = {"threshold": 0.5} if method == BLOCK else {}
+        whole = engine.submit(prompt, 40, method, knobs)
+        early = engine.submit(prompt, 40, method, knobs, ignore_eos=False)
+        engine.run()
+        tokens, finish = engine.results[early].tokens, engine.results[early].finish
+        assert tokens == engine.results[whole].tokens[: len(tokens)]
+        assert finish.usage.forward_passes <= engine.results[whole].finish.usage.forward_passes
+        if EOS in engine.results[whole].tokens:
+            assert tokens[-1] == EOS
+            assert EOS not in tokens[:-1]
+            assert finish.reason == FinishReason.STOP_TOKEN
+            assert finish.stop_token_id == EOS
+            ends_inside += (len(prompt) + len(tokens)) % 8 != 0
+        else:
+            assert finish.reason == FinishReason.LENGTH
+    assert ends_inside > 0, "no request ended inside a block"
+
+
+def test_early_exit_inside_a_block_saves_forward_passes() -> None:
+    """The first token revealed at the left end of the block is EOS: one pass is enough."""
+    model = ToyModel(0)
+    engine = ToyEngine(model, Setup(block=8))
+    knobs = {"remasking": "sequential", "steps": 8}
+    whole = engine.submit([1] * 8, 8, BLOCK, knobs)
+    engine.run()
+    first = engine.results[whole].tokens[0]
+    early = engine.submit([1] * 8, 8, BLOCK, knobs, stop_token_ids=(first,))
+    engine.run()
+    assert engine.results[early].tokens == [first]
+    assert engine.results[early].finish.usage.forward_passes == 1
+    assert engine.results[whole].finish.usage.forward_passes == 8
+
+
+def test_a_finished_block_is_stored_by_the_next_blocks_first_span() -> None:
+    """Forward passes = decisions: opening a block costs none, unless the budget is too small."""
+    model = ToyModel(1)
+    for budget, extra in ((64, 0), (4, 2)):
+        engine = ToyEngine(model, Setup(block=4, token_budget=budget))
+        key = engine.submit([1, 2, 3, 4], 12, BLOCK, {"threshold": 0.0})
+        engine.run()
+        usage = engine.results[key].finish.usage
+        prompt_pass = 1 if budget == 4 else 0
+        assert usage.denoise_steps == 3
+        assert usage.forward_passes == 3 + extra + prompt_pass
