@@ -1,0 +1,133 @@
+"""What attention needs to know of one step, and the interface every attention library fills.
+
+Shape legend: T query tokens of all spans, S spans, P page-table width, H query heads,
+K key-value heads, D head size, N pages, G page size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine_service.core.step import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBatch:
+    """Ragged spans over a paged cache. Query position p of span s sees keys
+    < min(kv_lens[s], (p // mask_block[s] + 1) * mask_block[s]), and with a sliding window w only
+    keys > p - w.
+
+    Host integers (`max_*`, `uniform_query_len`) are upper bounds known at planning, so that
+    nothing is read back from the device.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    """[S + 1] int32: span s owns queries [cu[s], cu[s + 1])."""
+    span_of_token: torch.Tensor
+    """[T] int64."""
+    positions: torch.Tensor
+    """[T] int64: absolute position of every query."""
+    kv_lens: torch.Tensor
+    """[S] int32."""
+    mask_block: torch.Tensor
+    """[S] int32."""
+    page_table: torch.Tensor
+    """[S, P] int32; only the first ceil(kv_len / G) entries of a span are valid."""
+    slot_mapping: torch.Tensor
+    """[T] int64: page * G + offset where the query's own KV goes."""
+    max_query_len: int
+    max_kv_len: int
+    uniform_query_len: int | None
+    """Query length shared by all spans, or None."""
+    all_causal: bool
+    """True when mask_block is 1 for every span."""
+    spans: Sequence[Span] | None = None
+    """The same spans on the host. Libraries that group spans read these instead of the tensors;
+    None makes them read the tensors back, which waits for the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCache:
+    """One layer's share of the KV pool: k and v are [N, G, K, D] views, in the memory order that
+    the backend's `empty_cache` chose.
+
+    Slots that no query has written may hold anything, NaN included. A page's first write covers
+    its first slot: positions of a span are computed in order and reuse ends at a page border.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """What is the same for every layer and step of an engine."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class AttentionBackend(ABC):
+    """One attention library. Stateless between steps apart from what `plan` returns."""
+
+    name: str
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+
+    def empty_cache(self, num_pages: int, device: torch.device) -> LayerCache:
+        """One layer's pages, in the memory order this library reads fastest."""
+        shape = self.shape
+        size = (num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
+        k, v = (torch.zeros(size, dtype=shape.dtype, device=device) for _ in "kv")
+        return LayerCache(k=k, v=v)
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch, *, window: int | None) -> object:
+        """Work shared by all layers of a step that have this sliding window (None: no window)."""
+
+    @abstractmethod
+    def forward(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        *,
+        cache: LayerCache,
+        plan: object,
+        scale: float,
+    ) -> torch.Tensor:
+        """Stores k and v at slot_mapping, then attends; returns [T, H, D]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionStep:
+    """All that the attention layers of one step share; layer i stores into `caches[i]`."""
+
+    backend: AttentionBackend
+    plans: Mapping[int | None, object]
+    caches: Sequence[LayerCache]
+
+
+def plan_step(
+    backend: AttentionBackend,
+    batch: AttentionBatch,
+    *,
+    windows: Iterable[int | None],
+    caches: Sequence[LayerCache],
+) -> AttentionStep:
+    """Plans each distinct sliding window once; `windows` is `ModelTraits.windows`."""
+    plans = {window: backend.plan(batch, window=window) for window in set(windows)}
+    return AttentionStep(backend=backend, plans=plans, caches=caches)

@@ -1,0 +1,278 @@
+"""Attention with PyTorch's own operators, for the CPU and any device without a better library.
+
+Spans of equal shape share one dense call: their pages are gathered once per layer into [n, K, L, D]
+and the query heads of a key-value head are packed along the query axis, so nothing is repeated.
+It knows no model.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from engine_service.attention.base import AttentionBackend, AttentionBatch, LayerCache
+from engine_service.core.step import Span
+from engine_service.kernels.store_kv import store_kv
+
+MAX_QUERIES = 256
+"""Longest piece of a span in one call: bounds the mask, and what lies above the causal diagonal is
+computed in vain only inside a piece."""
+MIN_WIDTH = 256
+"""Pieces with fewer keys share one call; above, those whose widths are within a factor of two."""
+MAX_MASK = 1 << 24
+"""Elements of a group's mask: 64 MB in float32."""
+
+
+class Piece(NamedTuple):
+    """Queries of one span, [first, first + length) among the step's tokens, and the keys
+    [kv_start, kv_stop) that hold all they may see; kv_start lies on a page border."""
+
+    span: int
+    first: int
+    length: int
+    kv_start: int
+    kv_stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """n pieces of equal query length Q, padded to L = W * G keys."""
+
+    tokens: torch.Tensor | None
+    """[n * Q] int64, or None when the group is the whole step in order."""
+    size: tuple[int, int]
+    """(n, Q)."""
+    pages: torch.Tensor
+    """[n * W] int64; padding repeats the piece's first page, which is finite."""
+    head_pages: torch.Tensor
+    """[n * K * W] int64: rows of a [N * K, G * D] view."""
+    mask: torch.Tensor
+    """[n, 1, group * Q, L] additive, in the model's format; the third axis is 1 where Q is."""
+    scratch: tuple[torch.Tensor, torch.Tensor]
+    """Gathered keys and values, [n * K * W, G * D] each: one allocation for all layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    groups: tuple[_Group, ...]
+    page: torch.Tensor
+    """[T] int64."""
+    offset: torch.Tensor
+    """[T] int64."""
+    tail: tuple[torch.Tensor, torch.Tensor] | None
+    """Pages and offsets behind the end of spans that enter a page in this step."""
+
+
+class SdpaBackend(AttentionBackend):
+    """Grouped dense attention; float64, float32, bfloat16 and float16."""
+
+    name = "sdpa"
+
+    def empty_cache(self, num_pages: int, device: torch.device) -> LayerCache:
+        """Head-major pages: a gathered head is contiguous, which halves the time of the product
+        from 512 keys on."""
+        shape = self.shape
+        size = (num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
+        k, v = (torch.zeros(size, dtype=shape.dtype, device=device) for _ in "kv")
+        return LayerCache(k=k.transpose(1, 2), v=v.transpose(1, 2))
+
+    def plan(self, batch: AttentionBatch, *, window: int | None) -> _Plan:
+        spans = batch.spans if batch.spans is not None else read_spans(batch)
+        page_size = self.shape.page_size
+        pieces = cut_spans(spans, page_size=page_size, window=window)
+        return _Plan(
+            groups=tuple(
+                self._plan_group(group, batch, window)
+                for group in group_pieces(pieces, group_size=self.shape.group_size)
+            ),
+            page=batch.slot_mapping // page_size,
+            offset=batch.slot_mapping % page_size,
+            tail=_entered_tails(spans, batch, page_size),
+        )
+
+    def forward(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        *,
+        cache: LayerCache,
+        plan: object,
+        scale: float,
+    ) -> torch.Tensor:
+        assert isinstance(plan, _Plan)
+        store_kv(cache.k, k_TKD, plan.page, plan.offset)
+        store_kv(cache.v, v_TKD, plan.page, plan.offset)
+        if plan.tail is not None:
+            cache.k[plan.tail] = 0
+            cache.v[plan.tail] = 0
+        if len(plan.groups) == 1 and plan.groups[0].tokens is None:
+            return self._attend(q_THD, cache, plan.groups[0], scale)
+        out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        for group in plan.groups:
+            assert group.tokens is not None
+            part = self._attend(q_THD.index_select(0, group.tokens), cache, group, scale)
+            out.index_copy_(0, group.tokens, part)
+        return out
+
+    def _attend(
+        self, q_THD: torch.Tensor, cache: LayerCache, group: _Group, scale: float
+    ) -> torch.Tensor:
+        num, length = group.size
+        shape = self.shape
+        heads = (shape.num_kv_heads, shape.group_size)
+        q = q_THD.view(num, length, *heads, shape.head_dim).permute(0, 2, 3, 1, 4)
+        out = functional.scaled_dot_product_attention(
+            q.reshape(num, heads[0], heads[1] * length, shape.head_dim),
+            _gather(cache.k, group, group.scratch[0]),
+            _gather(cache.v, group, group.scratch[1]),
+            attn_mask=group.mask,
+            scale=scale,
+        )
+        out = out.view(num, *heads, length, shape.head_dim).permute(0, 3, 1, 2, 4)
+        return out.reshape(q_THD.shape)
+
+    def _plan_group(
+        self, pieces: Sequence[Piece], batch: AttentionBatch, window: int | None
+    ) -> _Group:
+        shape, device = self.shape, batch.positions.device
+        page_size, num, length = shape.page_size, len(pieces), pieces[0].length
+        width = max(-(-(piece.kv_stop - piece.kv_start) // page_size) for piece in pieces)
+        in_order = num * length == batch.positions.shape[0] and all(
+            piece.first == index * length for index, piece in enumerate(pieces)
+        )
+        fields = torch.tensor(pieces, dtype=torch.int64).to(device)
+        span, first, _, kv_start, kv_stop = fields.unbind(1)
+        tokens = (first[:, None] + torch.arange(length, device=device)).view(-1)
+        pages = _pages(batch.page_table, span, kv_start // page_size, kv_stop, width, page_size)
+        heads = torch.arange(shape.num_kv_heads, device=device)[:, None]
+        gathered = (num * shape.num_kv_heads * width, page_size * shape.head_dim)
+        mask = self._mask(batch, window, span, tokens, kv_start, width * page_size)
+        return _Group(
+            tokens=None if in_order else tokens,
+            size=(num, length),
+            pages=pages.view(-1),
+            head_pages=(pages[:, None, :] * shape.num_kv_heads + heads).view(-1),
+            mask=mask,
+            scratch=(mask.new_empty(gathered), mask.new_empty(gathered)),
+        )
+
+    def _mask(
+        self,
+        batch: AttentionBatch,
+        window: int | None,
+        span: torch.Tensor,
+        tokens: torch.Tensor,
+        kv_start: torch.Tensor,
+        num_keys: int,
+    ) -> torch.Tensor:
+        """[n, 1, group * Q, L]: 0 where a query may look, -inf elsewhere."""
+        num, length = span.shape[0], tokens.shape[0] // span.shape[0]
+        query = batch.positions[tokens].view(num, length, 1)
+        block = batch.mask_block[span].view(num, 1, 1)
+        key = kv_start.view(num, 1, 1) + torch.arange(num_keys, device=span.device)
+        end = torch.minimum(batch.kv_lens[span].view(num, 1, 1), (query // block + 1) * block)
+        hidden = key >= end
+        if window is not None:
+            hidden |= key <= query - window
+        mask = torch.zeros(hidden.shape, dtype=self.shape.dtype, device=span.device)
+        mask = mask.masked_fill_(hidden, float("-inf")).unsqueeze(1)
+        if length == 1:
+            return mask
+        return mask.repeat(1, 1, self.shape.group_size, 1)
+
+
+def read_spans(batch: AttentionBatch) -> list[Span]:
+    """Spans out of the tensors. Waits for the device."""
+    borders = batch.cu_seqlens_q.tolist()
+    starts = batch.positions[batch.cu_seqlens_q[:-1].long()].tolist()
+    kv_lens, blocks = batch.kv_lens.tolist(), batch.mask_block.tolist()
+    return [
+        Span(index, start, start + stop - first, kv_len, block, 0, 0)
+        for index, (start, (first, stop), kv_len, block) in enumerate(
+            zip(starts, pairwise(borders), kv_lens, blocks, strict=True)
+        )
+    ]
+
+
+def cut_spans(spans: Sequence[Span], *, page_size: int, window: int | None) -> list[Piece]:
+    """Pieces of at most MAX_QUERIES queries, each with the keys it may see."""
+    pieces = []
+    first = 0
+    for index, span in enumerate(spans):
+        for start in range(span.start, span.stop, MAX_QUERIES):
+            stop = min(start + MAX_QUERIES, span.stop)
+            seen = ((stop - 1) // span.mask_block + 1) * span.mask_block
+            oldest = 0 if window is None else max(start - window + 1, 0)
+            kv_start = oldest // page_size * page_size
+            pieces.append(Piece(index, first, stop - start, kv_start, min(span.kv_len, seen)))
+            first += stop - start
+    return pieces
+
+
+def group_pieces(pieces: Sequence[Piece], *, group_size: int) -> list[list[Piece]]:
+    """Pieces that go into one call: equal length, similar width, mask within MAX_MASK."""
+    kinds: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        width = piece.kv_stop - piece.kv_start
+        kinds[piece.length, ((width - 1) // MIN_WIDTH).bit_length()].append(piece)
+    groups = []
+    for (length, magnitude), members in kinds.items():
+        elements = length * group_size * (MIN_WIDTH << magnitude)
+        size = max(MAX_MASK // elements, 1)
+        groups += [members[i : i + size] for i in range(0, len(members), size)]
+    return groups
+
+
+def _pages(
+    table: torch.Tensor,
+    span: torch.Tensor,
+    first_page: torch.Tensor,
+    kv_stop: torch.Tensor,
+    width: int,
+    page_size: int,
+) -> torch.Tensor:
+    """[n, W] int64 pages; behind a piece's last page its first one stands again, so that what is
+    gathered is finite: a masked key has weight 0, and 0 times NaN would still be NaN."""
+    column = first_page[:, None] + torch.arange(width, device=table.device)
+    pages = table[span[:, None], column.clamp(max=table.shape[1] - 1)].long()
+    return torch.where(column * page_size < kv_stop[:, None], pages, pages[:, :1])
+
+
+def _entered_tails(
+    spans: Sequence[Span], batch: AttentionBatch, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(pages, offsets) of unwritten slots that will be gathered for the first time.
+
+    A page's first write covers its first slot, so its tail is cleared once, in the step that
+    enters it, instead of masking gathered values in every layer of every step.
+    """
+    slots = [
+        (index, (span.kv_len - 1) // page_size, offset)
+        for index, span in enumerate(spans)
+        if span.start <= (span.kv_len - 1) // page_size * page_size
+        for offset in range((span.kv_len - 1) % page_size + 1, page_size)
+    ]
+    if not slots:
+        return None
+    span, column, offset = torch.tensor(slots).to(batch.positions.device).unbind(1)
+    return batch.page_table[span, column].long(), offset
+
+
+def _gather(pages_NGKD: torch.Tensor, group: _Group, scratch: torch.Tensor) -> torch.Tensor:
+    """[n, K, L, D] keys or values of a group."""
+    num_pages, page_size, num_heads, head_dim = pages_NGKD.shape
+    num = group.size[0]
+    head_major = pages_NGKD.transpose(1, 2)
+    if not head_major.is_contiguous():
+        kept = pages_NGKD.index_select(0, group.pages)
+        return kept.view(num, -1, num_heads, head_dim).transpose(1, 2)
+    rows = head_major.view(num_pages * num_heads, page_size * head_dim)
+    torch.index_select(rows, 0, group.head_pages, out=scratch)
+    return scratch.view(num, num_heads, -1, head_dim)

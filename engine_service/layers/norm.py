@@ -1,0 +1,62 @@
+"""RMSNorm as a layer. The arithmetic lives in kernels/norm.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from engine_service.kernels.norm import add_rms_norm, rms_norm
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis, statistics in float32 at least."""
+
+    def __init__(self, size: int, eps: float, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        weight = torch.empty(size, device=device, dtype=dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Same shape as x."""
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual); `residual` is overwritten."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm over the head axis with different weights for query and key heads, in one call."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        weight = torch.empty(num_heads + num_kv_heads, head_dim, device=device, dtype=dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.num_heads = num_heads
+        self.eps = eps
+
+    def forward(self, qk_THD: torch.Tensor) -> torch.Tensor:
+        """[T, H + K, D], query heads first."""
+        return rms_norm(qk_THD, None, self.eps) * self.weight
+
+    def slots(self, prefix: str) -> dict[str, torch.Tensor]:
+        """The first head of each kind; `spread` copies it to the others."""
+        return {
+            f"{prefix}.q_norm.weight": self.weight[0],
+            f"{prefix}.k_norm.weight": self.weight[self.num_heads],
+        }
+
+    def spread(self) -> None:
+        """Gives all heads of a kind the weight that its first head was loaded with."""
+        for heads in (self.weight[: self.num_heads], self.weight[self.num_heads :]):
+            heads.copy_(heads[0].clone().expand_as(heads))

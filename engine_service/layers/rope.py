@@ -1,0 +1,223 @@
+"""Rotary angles: the published scalings, read from config.json, and the tables of one step.
+
+The formulas are those the checkpoints were trained and published with; float32 as in transformers,
+because a last-bit difference in a frequency grows with the position. It knows no attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tidemill.runtime.errors import InvalidRequest, Unsupported
+
+_KEYS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
+    "yarn": frozenset(
+        {
+            "factor",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        }
+    ),
+}
+_REQUIRED: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
+    "yarn": frozenset(),
+}
+_COMMON = frozenset({"rope_type", "type", "rope_theta", "original_max_position_embeddings"})
+# Where these are 1 they change nothing; any other value is a rotation we do not implement.
+_NEUTRAL_ONE = frozenset({"partial_rotary_factor"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeParameters:
+    """A rotary embedding of `head_dim` features. Fields that a kind does not use keep defaults."""
+
+    kind: str
+    """default, linear, llama3 or yarn."""
+    head_dim: int
+    theta: float
+    factor: float = 1.0
+    original_max_len: int = 0
+    """Context length before the scaling (llama3, yarn)."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    """Multiplies cos and sin."""
+
+
+def read_rope(hf_config: Mapping[str, Any], head_dim: int) -> RopeParameters:
+    """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
+
+    Raises Unsupported for a kind or key that is not implemented and InvalidRequest for a missing
+    one, naming it.
+    """
+    raw = dict(hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {})
+    raw = _one_for_all_layers(raw)
+    kind = raw.get("rope_type") or raw.get("type") or "default"
+    _check_keys(kind, raw, hf_config)
+    max_len = int(hf_config.get("max_position_embeddings", 0))
+    original = int(
+        hf_config.get("original_max_position_embeddings")
+        or raw.get("original_max_position_embeddings")
+        or max_len
+    )
+    factor = raw.get("factor")
+    if factor is None:
+        factor = max_len / original if kind == "yarn" else 1.0
+    return RopeParameters(
+        kind=kind,
+        head_dim=head_dim,
+        theta=float(raw.get("rope_theta") or hf_config.get("rope_theta") or 10000.0),
+        factor=float(factor),
+        original_max_len=original,
+        low_freq_factor=float(raw.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(raw.get("high_freq_factor") or 1.0),
+        beta_fast=float(raw.get("beta_fast") or 32),
+        beta_slow=float(raw.get("beta_slow") or 1),
+        truncate=bool(raw.get("truncate", True)),
+        attention_factor=_attention_factor(raw, factor) if kind == "yarn" else 1.0,
+    )
+
+
+def scaled_max_len(rope: RopeParameters, max_position_embeddings: int) -> int:
+    """Longest context the scaling was made for.
+
+    Checkpoints disagree on whether max_position_embeddings is the length before (linear, and yarn
+    with a factor) or after the scaling; for yarn the original length tells.
+    """
+    if rope.kind == "linear":
+        return int(max_position_embeddings * rope.factor)
+    if rope.kind == "yarn":
+        return max(max_position_embeddings, int(rope.original_max_len * rope.factor))
+    return max_position_embeddings
+
+
+def inverse_frequencies(rope: RopeParameters) -> torch.Tensor:
+    """[D / 2] float32 on the CPU."""
+    exponent = torch.arange(0, rope.head_dim, 2, dtype=torch.float32, device="cpu") / rope.head_dim
+    plain = 1.0 / (rope.theta**exponent)
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(plain, rope)
+    if rope.kind == "yarn":
+        return _yarn(rope.theta**exponent, rope)
+    return plain
+
+
+class RotaryTable:
+    """cos and sin of a step's positions; one object per model, all layers share its result."""
+
+    def __init__(self, rope: RopeParameters, *, device: torch.device) -> None:
+        self._frequencies = inverse_frequencies(rope).to(device)
+        self._factor = rope.attention_factor
+
+    def __call__(
+        self, positions_T: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """([T, 1, D] cos, [T, 1, D] sin with its first half negated), for kernels/rotary.py."""
+        angles = positions_T.to(torch.float32)[:, None, None] * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self._factor != 1.0:
+            cos, sin = cos * self._factor, sin * self._factor
+        cos = torch.cat((cos, cos), dim=-1).to(dtype)
+        return cos, torch.cat((-sin, sin), dim=-1).to(dtype)
+
+
+def _one_for_all_layers(raw: dict[str, Any]) -> dict[str, Any]:
+    """Accepts parameters nested by layer type as long as all types share them."""
+    nested = [value for value in raw.values() if isinstance(value, Mapping)]
+    if not nested:
+        return raw
+    if len(nested) != len(raw) or any(value != nested[0] for value in nested):
+        raise Unsupported(
+            "rotary parameters that differ between layer types are not supported: "
+            f"{', '.join(raw)}",
+            param="rope_parameters",
+        )
+    return dict(nested[0])
+
+
+def _check_keys(kind: str, raw: Mapping[str, Any], hf_config: Mapping[str, Any]) -> None:
+    if kind not in _KEYS:
+        raise Unsupported(
+            f"rope_type {kind!r} is not supported; supported: {', '.join(_KEYS)}",
+            param="rope_type",
+        )
+    given = {key: value for key, value in raw.items() if value is not None}
+    if "partial_rotary_factor" in hf_config:
+        given.setdefault("partial_rotary_factor", hf_config["partial_rotary_factor"])
+    for key in sorted(given.keys() - _KEYS[kind] - _COMMON):
+        if key in _NEUTRAL_ONE and given[key] == 1.0:
+            continue
+        raise Unsupported(
+            f"rotary parameter {key} = {given[key]!r} is not supported for rope_type {kind!r}",
+            param=key,
+        )
+    for key in sorted(_REQUIRED[kind] - given.keys()):
+        raise InvalidRequest(
+            f"config.json: rope_type {kind!r} needs {key} in rope_parameters", param=key
+        )
+
+
+def _llama3(plain: torch.Tensor, rope: RopeParameters) -> torch.Tensor:
+    """Llama 3.1: long waves are stretched by factor, short ones kept, between them a blend."""
+    low_wave = rope.original_max_len / rope.low_freq_factor
+    high_wave = rope.original_max_len / rope.high_freq_factor
+    wave = 2 * math.pi / plain
+    stretched = torch.where(wave > low_wave, plain / rope.factor, plain)
+    share = (rope.original_max_len / wave - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blend = (1 - share) * stretched / rope.factor + share * stretched
+    between = ~(wave < high_wave) & ~(wave > low_wave)
+    return torch.where(between, blend, stretched)
+
+
+def _yarn(powers: torch.Tensor, rope: RopeParameters) -> torch.Tensor:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071), equations 22 and 23: fast waves are kept, slow
+    ones interpolated, a linear ramp between the dimensions of beta_fast and beta_slow turns."""
+    dim, base = rope.head_dim, rope.theta
+
+    def dimension_of(turns: float) -> float:
+        return dim * math.log(rope.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # the ramp becomes a step instead of a division by zero
+    ramp = torch.arange(dim // 2, dtype=torch.float32, device=powers.device)
+    kept = 1 - ((ramp - low) / (high - low)).clamp(0, 1)
+    return (1.0 / (rope.factor * powers)) * (1 - kept) + (1.0 / powers) * kept
+
+
+def _attention_factor(raw: Mapping[str, Any], factor: float) -> float:
+    """The temperature of YaRN's section 3.4, as a factor on cos and sin."""
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if raw.get("attention_factor") is not None:
+        return float(raw["attention_factor"])
+    if raw.get("mscale") and raw.get("mscale_all_dim"):
+        return mscale(raw["mscale"]) / mscale(raw["mscale_all_dim"])
+    return mscale(1.0)

@@ -1,0 +1,136 @@
+"""What the rest of the engine may know of a model, and the registry that finds its class.
+
+It does not know files or downloads: a model is described by its config.json as a dictionary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine_service.attention.base import AttentionStep
+from engine_service.layers.rope import RopeParameters
+from tidemill.runtime.errors import Unsupported
+
+HFConfig = Mapping[str, Any]
+"""A parsed config.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTraits:
+    """What a checkpoint says about its model. Sizes are whole-model, before any sharding."""
+
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    norm_eps: float
+    rope: RopeParameters
+    windows: tuple[int | None, ...]
+    """Sliding window of every layer; None: the layer sees everything."""
+    max_model_len: int
+    tie_embeddings: bool
+    dtype: str
+    """Number format of the checkpoint: float32, bfloat16 or float16."""
+    eos_token_ids: tuple[int, ...]
+    mask_block: int = 1
+    """Granularity of the attention mask the model was trained with; 1 is causal."""
+    mask_token_id: int | None = None
+    logits_shift: int = 1
+    """The token at position p is decided from the logits of query p - logits_shift."""
+    default_method: str = "autoregressive"
+    methods: tuple[str, ...] = ("autoregressive",)
+
+
+class CausalModel(nn.Module, ABC):
+    """A language model over a paged cache. Shapes: T query tokens, E hidden size, V vocabulary."""
+
+    traits: ModelTraits
+
+    @classmethod
+    @abstractmethod
+    def read_traits(cls, hf_config: HFConfig, added_tokens: Mapping[str, int]) -> ModelTraits:
+        """Traits from config.json; `added_tokens` are the tokenizer's special tokens.
+
+        Raises Unsupported for a trait that the class does not implement.
+        """
+
+    @classmethod
+    @abstractmethod
+    def create(
+        cls,
+        traits: ModelTraits,
+        hf_config: HFConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> CausalModel:
+        """A model whose parameters lie on `device` in `dtype`, not yet filled."""
+
+    @abstractmethod
+    def forward(
+        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, step: AttentionStep
+    ) -> torch.Tensor:
+        """[T] int64 token ids at [T] int64 positions to normalised hidden states [T, E]."""
+
+    @abstractmethod
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """[N, V] in the model's number format."""
+
+    @abstractmethod
+    def weight_slots(self) -> dict[str, torch.Tensor]:
+        """Checkpoint tensor name to the parameter view that takes it; views never overlap."""
+
+    def after_load(self) -> None:
+        """Called once when every slot is filled; repacks what the layers want otherwise."""
+
+    def ignores(self, name: str) -> bool:
+        """True for a checkpoint tensor that is derived and need not be loaded."""
+        return name.endswith(".rotary_emb.inv_freq")
+
+
+class ModelRegistry:
+    """Architecture name (config.json `architectures[0]`) to model class."""
+
+    def __init__(self) -> None:
+        self._classes: dict[str, type[CausalModel]] = {}
+
+    def register(self, *architectures: str) -> Callable[[type[CausalModel]], type[CausalModel]]:
+        """Class decorator; a name can be taken once."""
+
+        def add(kind: type[CausalModel]) -> type[CausalModel]:
+            for name in architectures:
+                assert name not in self._classes, f"{name} is registered twice"
+                self._classes[name] = kind
+            return kind
+
+        return add
+
+    def names(self) -> tuple[str, ...]:
+        """All registered architectures, sorted."""
+        return tuple(sorted(self._classes))
+
+    def find(self, hf_config: HFConfig) -> type[CausalModel]:
+        """The class of the first architecture that config.json names; raises Unsupported."""
+        named = tuple(hf_config.get("architectures") or ())
+        if named and named[0] in self._classes:
+            return self._classes[named[0]]
+        asked = named[0] if named else "config.json without `architectures`"
+        raise Unsupported(
+            f"{asked} is not supported; supported architectures: {', '.join(self.names())}",
+            reason="ARCHITECTURE_UNSUPPORTED",
+            param="model",
+        )
+
+
+REGISTRY = ModelRegistry()
+register_model = REGISTRY.register

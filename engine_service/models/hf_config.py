@@ -1,0 +1,139 @@
+"""Reads the fields that decoder configurations of transformers share, and refuses the rest.
+
+A checkpoint that names a trait nobody implements fails at load, never at the first request.
+It does not know any single architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine_service.layers.rope import read_rope, scaled_max_len
+from engine_service.models.base import HFConfig, ModelTraits
+from tidemill.runtime.errors import InvalidRequest, Unsupported
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attn_logit_softcapping": (None, 0),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None, 1),
+    "final_logit_softcapping": (None, 0),
+    "hidden_act": (None, "silu", "swish"),
+    "logit_scale": (None, 1),
+    "logits_scaling": (None, 1),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "quantization_config": (None, {}),
+    "residual_multiplier": (None, 1),
+    "use_dual_chunk_attention": (None, False),
+}
+"""Keys that change the arithmetic, with the values that leave it as it is."""
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def decoder_traits(
+    hf_config: HFConfig, *, windows: tuple[int | None, ...], **overrides: Any
+) -> ModelTraits:
+    """Traits of a plain decoder; `overrides` are the fields the architecture decides itself.
+
+    Raises InvalidRequest for a missing or impossible field, Unsupported for an unknown trait.
+    """
+    refuse_unknown(hf_config)
+    num_heads = positive(hf_config, "num_attention_heads")
+    num_kv_heads = hf_config.get("num_key_value_heads") or num_heads
+    hidden_size = positive(hf_config, "hidden_size")
+    if num_heads % num_kv_heads:
+        raise InvalidRequest(
+            f"config.json: num_attention_heads {num_heads} is not a multiple of "
+            f"num_key_value_heads {num_kv_heads}",
+            param="num_key_value_heads",
+        )
+    head_dim = hf_config.get("head_dim") or hidden_size // num_heads
+    rope = read_rope(hf_config, head_dim)
+    return ModelTraits(
+        architecture=hf_config["architectures"][0],
+        hidden_size=hidden_size,
+        num_layers=positive(hf_config, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=positive(hf_config, "intermediate_size"),
+        vocab_size=positive(hf_config, "vocab_size"),
+        norm_eps=float(hf_config.get("rms_norm_eps", 1e-6)),
+        rope=rope,
+        windows=windows,
+        max_model_len=scaled_max_len(rope, positive(hf_config, "max_position_embeddings")),
+        tie_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
+        dtype=_dtype(hf_config),
+        eos_token_ids=token_ids(hf_config.get("eos_token_id")),
+        **overrides,
+    )
+
+
+def positive(hf_config: HFConfig, key: str) -> int:
+    """A size that config.json must give; raises InvalidRequest naming it."""
+    value = hf_config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise InvalidRequest(
+            f"config.json: {key} must be a positive integer, found {value!r}", param=key
+        )
+    return value
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """`eos_token_id` comes as nothing, one id, or a list."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def full_windows(hf_config: HFConfig) -> tuple[int | None, ...]:
+    """No sliding window on any layer."""
+    return (None,) * positive(hf_config, "num_hidden_layers")
+
+
+def qwen_windows(hf_config: HFConfig) -> tuple[int | None, ...]:
+    """Qwen's rule: `layer_types`, or all layers from `max_window_layers` on; off by default."""
+    num_layers = positive(hf_config, "num_hidden_layers")
+    window = hf_config.get("sliding_window")
+    if not hf_config.get("use_sliding_window", False) or window is None:
+        return full_windows(hf_config)
+    first = hf_config.get("max_window_layers", 28)
+    types = hf_config.get("layer_types") or [
+        _LAYER_TYPES[layer >= first] for layer in range(num_layers)
+    ]
+    unknown = sorted(set(types) - set(_LAYER_TYPES))
+    if unknown or len(types) != num_layers:
+        raise Unsupported(
+            f"config.json: layer_types must name one of {', '.join(_LAYER_TYPES)} for each of the "
+            f"{num_layers} layers, found {len(types)} entries with {unknown or 'no others'}",
+            param="layer_types",
+        )
+    return tuple(window if kind == _LAYER_TYPES[1] else None for kind in types)
+
+
+def refuse_unknown(hf_config: Mapping[str, Any]) -> None:
+    """Raises Unsupported for a trait that would change the numbers if it were ignored."""
+    for key, neutral in _NEUTRAL.items():
+        value = hf_config.get(key)
+        if value not in neutral:
+            shown = value.get("quant_method", "unknown") if isinstance(value, dict) else value
+            raise Unsupported(
+                f"config.json: {key} = {shown!r} is not supported by this build; "
+                "choose a checkpoint without it",
+                reason="TRAIT_UNSUPPORTED",
+                param=key,
+            )
+
+
+def _dtype(hf_config: HFConfig) -> str:
+    name = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32")
+    name = name.removeprefix("torch.")
+    if name not in _DTYPES:
+        raise Unsupported(
+            f"config.json: dtype {name!r} is not supported; supported: {', '.join(_DTYPES)}",
+            param="dtype",
+        )
+    return name

@@ -1,0 +1,134 @@
+"""Turns an operator's wishes into final numbers, once, with a reason for each one chosen here.
+
+Pure: the same config, traits and device give the same result. It reads no files and no hardware.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine_service.config import EngineConfig
+from engine_service.models.base import ModelTraits
+from tidemill.runtime.errors import InvalidRequest, Unsupported
+
+_LOGIT_CHUNK_BYTES = 256 << 20
+"""float32 logits that exist at once; sampling needs about eight times as much beside them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Defaults:
+    page_size: int
+    max_rows: int
+    token_budget: int
+
+
+_CPU = _Defaults(page_size=16, max_rows=64, token_budget=1024)
+_CUDA = _Defaults(page_size=64, max_rows=256, token_budget=8192)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """Sizes of an engine. Nobody edits them later."""
+
+    page_size: int
+    """Tokens per KV page; a divisor or multiple of the model's mask block."""
+    max_rows: int
+    max_model_len: int
+    table_width: int
+    """Positions per row: max_model_len rounded up to whole pages and whole mask blocks."""
+    token_budget: int
+    """Query tokens per step."""
+    logit_budget: int
+    """Rows of logits per step."""
+    logit_chunk: int
+    """Rows of logits in memory at once."""
+    reasons: tuple[str, ...]
+    """One line per number that the operator did not choose."""
+
+
+def resolve(config: EngineConfig, traits: ModelTraits, device: torch.device) -> ResolvedConfig:
+    """Fills in defaults by device and model and checks what the operator chose.
+
+    Raises InvalidRequest naming the flag, the value, the limit and what to pass instead, and
+    Unsupported for more than one GPU.
+    """
+    if config.tensor_parallel_size != 1:
+        raise Unsupported(
+            f"tensor_parallel_size {config.tensor_parallel_size} is not supported; pass 1",
+            param="tensor_parallel_size",
+        )
+    defaults = _CUDA if device.type == "cuda" else _CPU
+    reasons: list[str] = []
+    block = traits.mask_block
+    page_size = _page_size(config.page_size, defaults.page_size, block, device, reasons)
+    max_model_len = _max_model_len(config.max_model_len, traits, reasons)
+    max_rows = config.max_rows
+    if max_rows is None:
+        max_rows = defaults.max_rows
+        reasons.append(f"max_rows {max_rows}: default on {device.type}")
+    _require_at_least("max_rows", max_rows, 1, "one request")
+    token_budget = config.token_budget
+    if token_budget is None:
+        token_budget = max(defaults.token_budget, max_rows * block)
+        reasons.append(f"token_budget {token_budget}: one block of {block} per row, or more")
+    logit_budget = config.logit_budget
+    if logit_budget is None:
+        logit_budget = max_rows * block
+        reasons.append(f"logit_budget {logit_budget}: {max_rows} rows x {block} positions")
+    _require_at_least("token_budget", token_budget, block, "one block of the model")
+    _require_at_least("logit_budget", logit_budget, block, "one block of the model")
+    unit = max(page_size, block)
+    fitting = _LOGIT_CHUNK_BYTES // (4 * traits.vocab_size)
+    return ResolvedConfig(
+        page_size=page_size,
+        max_rows=max_rows,
+        max_model_len=max_model_len,
+        table_width=-(-max_model_len // unit) * unit,
+        token_budget=token_budget,
+        logit_budget=logit_budget,
+        logit_chunk=min(logit_budget, max(block, fitting)),
+        reasons=tuple(reasons),
+    )
+
+
+def _page_size(
+    chosen: int | None, default: int, block: int, device: torch.device, reasons: list[str]
+) -> int:
+    if chosen is not None:
+        _require_at_least("page_size", chosen, 1, "one token")
+        if chosen % block and block % chosen:
+            raise InvalidRequest(
+                f"page_size {chosen} is neither a divisor nor a multiple of the model's block of"
+                f" {block} tokens; pass --page-size {-(-chosen // block) * block}",
+                param="page_size",
+            )
+        return chosen
+    if default % block and block % default:
+        page_size = -(-default // block) * block
+        reasons.append(f"page_size {page_size}: {default} does not fit blocks of {block}")
+        return page_size
+    reasons.append(f"page_size {default}: default on {device.type}")
+    return default
+
+
+def _max_model_len(chosen: int | None, traits: ModelTraits, reasons: list[str]) -> int:
+    if chosen is None:
+        reasons.append(f"max_model_len {traits.max_model_len}: the checkpoint's limit")
+        return traits.max_model_len
+    _require_at_least("max_model_len", chosen, 2, "one prompt token and one output token")
+    if chosen > traits.max_model_len:
+        raise InvalidRequest(
+            f"max_model_len {chosen} exceeds the checkpoint's limit of {traits.max_model_len}"
+            " tokens; pass that or less",
+            param="max_model_len",
+        )
+    return chosen
+
+
+def _require_at_least(name: str, value: int, least: int, because: str) -> None:
+    if value < least:
+        raise InvalidRequest(
+            f"{name} {value} is less than {least} ({because}); pass {least} or more", param=name
+        )

@@ -1,0 +1,68 @@
+"""What a strategy's device half gets to decide from: logits, rows and the device tables.
+
+Shape legend: N decided positions of all spans of one strategy, V vocabulary, R spans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from engine_service.sampling.tables import SamplingTables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecideBatch:
+    """The decided positions of all spans that share one strategy, span after span."""
+
+    logits_NV: torch.Tensor
+    rows: torch.Tensor
+    """[N] int64: row of every decided position."""
+    positions: torch.Tensor
+    """[N] int64: the position whose token is decided."""
+    span_rows: torch.Tensor
+    """[R] int64: row of every span."""
+    cu_decide: torch.Tensor
+    """[R + 1] int64: span r owns decided positions [cu[r], cu[r + 1])."""
+    tables: SamplingTables
+    """Tokens, fixed bits and sampling parameters of every row (see sampling/tables.py)."""
+    wants: Wants
+    max_position: int | None = None
+    """Host upper bound of `positions`; None: the width of the token table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wants:
+    """What any row of the batch needs; decided on the host so that unused work is skipped."""
+
+    sampling: bool
+    """Some temperature is above zero."""
+    filters: bool
+    """Some row has top_k, top_p or min_p."""
+    penalties: bool
+    bias: bool
+    suppress: bool
+    """Some row may still lie below its min_tokens."""
+    max_logprobs: int | None
+    """Most alternatives any row wants; None: no row wants log-probabilities."""
+    max_top_k: int | None = None
+    """Largest top_k of the sampling rows; None: some of them has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecideResult:
+    """On the device, aligned with the decided positions. Copied to the host by collect."""
+
+    token_ids: torch.Tensor
+    """[N] int64."""
+    final: torch.Tensor
+    """[N] bool."""
+    logprobs: torch.Tensor | None
+    """[N, 1 + max_logprobs] float32, the chosen token first."""
+    logprob_ids: torch.Tensor | None
+    """[N, 1 + max_logprobs] int64."""
+    ranks: torch.Tensor | None
+    """[N] int64, 1 = most likely."""

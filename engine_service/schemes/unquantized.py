@@ -1,0 +1,31 @@
+"""Weights in the model's own number format. It knows nothing of packing or scales."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from engine_service.schemes.base import LinearScheme
+
+
+class Unquantized(LinearScheme):
+    """y = x W^T + b."""
+
+    name = "unquantized"
+
+    def create(
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        bias: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> dict[str, torch.Tensor]:
+        weights = {"weight": torch.empty(out_size, in_size, device=device, dtype=dtype)}
+        if bias:
+            weights["bias"] = torch.empty(out_size, device=device, dtype=dtype)
+        return weights
+
+    def apply(self, x_TI: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return functional.linear(x_TI, weights["weight"], weights.get("bias"))

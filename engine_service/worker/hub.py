@@ -1,0 +1,110 @@
+"""Downloads a model's files from the hub and turns its failures into typed errors.
+
+It does not know what the files mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from tqdm.auto import tqdm
+
+from tidemill.runtime.errors import InvalidRequest, NotFound, ServiceError, Unavailable
+
+_SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "LICENSE*"]
+_WEIGHT_FILES = ["*.safetensors"]
+# Second copies of the same weights: Mistral's own format, and folders with other exports.
+_UNWANTED = ["consolidated*", "*/*"]
+
+
+def download(
+    model: str,
+    revision: str | None,
+    *,
+    weights: bool,
+    report: Callable[[str, int, int], None],
+) -> tuple[Path, str]:
+    """(folder, commit) of a hub model; only files that are missing are fetched.
+
+    `report("download", bytes, total bytes)`. Raises NotFound, InvalidRequest or Unavailable.
+    """
+    report("download", 0, 0)
+    try:
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=_SMALL_FILES + (_WEIGHT_FILES if weights else []),
+            ignore_patterns=_UNWANTED,
+            tqdm_class=_reporting(report),
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        raise _typed(error, model, revision) from error
+    return Path(folder), Path(folder).name
+
+
+def _typed(error: Exception, model: str, revision: str | None) -> ServiceError:
+    """What went wrong and what to do about it; the most specific class is asked first."""
+    where = f"model {model!r}" + (f" at revision {revision!r}" if revision else "")
+    if isinstance(error, GatedRepoError):
+        return InvalidRequest(
+            f"{where} is gated: accept its terms on its hub page, then set HF_TOKEN to a token of "
+            "that account",
+            reason="MODEL_GATED",
+            param="model",
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return NotFound(
+            f"{where} does not exist: check --revision (branch, tag or commit)",
+            reason="REVISION_NOT_FOUND",
+            param="revision",
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return NotFound(
+            f"{where} is not on the hub, or private: check the spelling, or set HF_TOKEN",
+            reason="MODEL_NOT_FOUND",
+            param="model",
+        )
+    if isinstance(error, HFValidationError):
+        return InvalidRequest(f"{where} is not a valid hub id: {error}", param="model")
+    if isinstance(error, LocalEntryNotFoundError):
+        return Unavailable(
+            f"{where} is not (completely) in the local cache and the hub cannot be reached: "
+            "connect, unset HF_HUB_OFFLINE, or give a local folder",
+            reason="HUB_UNREACHABLE",
+            param="model",
+        )
+    return Unavailable(
+        f"download of {where} failed: {error}; what arrived is kept, start again to resume",
+        reason="DOWNLOAD_FAILED",
+        param="model",
+    )
+
+
+def _reporting(report: Callable[[str, int, int], None]) -> type[tqdm]:
+    """A progress bar that draws nothing and reports the bytes written."""
+
+    class Reporting(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # Of the two byte counters the other one counts the network, compressed.
+            self._reports = kwargs.get("unit") == "B" and kwargs.get("desc") != "Downloading bytes"
+            kwargs.pop("name", None)
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self.n += n or 0
+            if self._reports:
+                report("download", int(self.n), int(self.total or 0))
+            return None
+
+    return Reporting

@@ -1,0 +1,151 @@
+"""Measures how much memory a step takes and how much is left for the KV pool.
+
+It does not know pages: bytes in, bytes out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import torch
+
+from engine_service.attention.base import AttentionBackend, plan_step
+from engine_service.config import EngineConfig
+from engine_service.core.step import Span
+from engine_service.models.base import CausalModel
+from engine_service.resolve import ResolvedConfig
+from engine_service.sampling.batch import DecideBatch, Wants
+from engine_service.sampling.sampler import choose, token_logprobs
+from engine_service.worker.batch import DecidePart, build_batch
+from engine_service.worker.kv_pool import KVRoom
+from engine_service.worker.tables import RowTables
+
+_WARM_UP_TOKENS = 16
+_EVERYTHING = Wants(
+    sampling=True, filters=True, penalties=True, bias=True, suppress=True, max_logprobs=1
+)
+
+
+def find_room(
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    model: CausalModel,
+    backend: AttentionBackend,
+    device: torch.device,
+) -> KVRoom:
+    """Runs a step without requests and returns what it leaves for the KV pool.
+
+    On CUDA it is the largest step the budgets allow, and its peak is set aside; on CPU a short one
+    that only warms up, because activations are small beside the RAM that is left free.
+    """
+    if device.type != "cuda":
+        rehearse(_WARM_UP_TOKENS, 1, resolved, model, backend, device)
+        return _cpu_room(config)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    rehearse(resolved.token_budget, resolved.logit_chunk, resolved, model, backend, device)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return _cuda_room(config.memory_fraction, free=free, total=total, peak=peak)
+
+
+@torch.inference_mode()
+def rehearse(
+    num_tokens: int,
+    num_logits: int,
+    resolved: ResolvedConfig,
+    model: CausalModel,
+    backend: AttentionBackend,
+    device: torch.device,
+) -> None:
+    """One forward of `num_tokens` new tokens and all of sampling on `num_logits` rows of logits.
+
+    Every span writes to one and the same page: the memory is that of a real step, the numbers
+    mean nothing.
+    """
+    traits = model.traits
+    tables = RowTables(
+        max_rows=resolved.max_rows,
+        table_width=resolved.table_width,
+        page_size=resolved.page_size,
+        trash_page=0,
+        mask_token_id=traits.mask_token_id,
+        methods=(),
+        device=device,
+    )
+    block = traits.mask_block
+    caches = [backend.empty_cache(1, device) for _ in range(traits.num_layers)]
+    longest = max(block, min(num_tokens, resolved.table_width) // block * block)
+    num_spans = max(1, min(resolved.max_rows, num_tokens // longest))
+    spans = [
+        Span(row, 0, longest, longest, block, longest - 1, longest) for row in range(num_spans)
+    ]
+    batch = build_batch(spans, tables, logits_shift=traits.logits_shift, logit_chunk=len(spans))
+    step = plan_step(backend, batch.attention, windows=traits.windows, caches=caches)
+    hidden = model(batch.input_ids, batch.attention.positions, step)
+    _sample(hidden, batch.decides[0], num_logits, model, tables)
+
+
+def _sample(
+    hidden: torch.Tensor, part: DecidePart, num_logits: int, model: CausalModel, tables: RowTables
+) -> None:
+    where = torch.arange(num_logits, device=hidden.device) % part.rows.shape[0]
+    decide = DecideBatch(
+        logits_NV=model.logits(hidden[part.queries[where]]),
+        rows=part.rows[where],
+        positions=part.positions[where],
+        span_rows=part.span_rows,
+        cu_decide=part.cu_decide,
+        tables=tables.sampling,
+        wants=_EVERYTHING,
+    )
+    token_logprobs(decide, choose(decide, torch.zeros_like(decide.positions)).token_ids)
+
+
+def _cuda_room(fraction: float, *, free: int, total: int, peak: int) -> KVRoom:
+    """What fraction x total leaves beside everything in use and the peak of a step."""
+    available = int(fraction * total) - (total - free) - peak
+
+    def advice(needed: int) -> str:
+        wanted = fraction + (needed - available) / total
+        if wanted > 1:
+            return "--dtype bfloat16 or use a larger device"
+        return f"--memory-fraction {math.ceil(wanted * 100) / 100}"
+
+    return KVRoom(available_bytes=available, advice=advice)
+
+
+def _cpu_room(config: EngineConfig) -> KVRoom:
+    """The operator's bound, or the share of free RAM if that is less."""
+    free = int(config.memory_fraction * free_ram())
+    if config.cpu_kv_bytes <= free:
+        return KVRoom(
+            available_bytes=config.cpu_kv_bytes, advice=lambda needed: f"--cpu-kv-bytes {needed}"
+        )
+    return KVRoom(
+        available_bytes=free, advice=lambda needed: f"--dtype bfloat16 with {needed} bytes of RAM"
+    )
+
+
+def free_ram() -> int:
+    """Bytes that this process may still take: of the machine, or of its container if less."""
+    try:
+        free = _machine_ram()
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        taken = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        # No container limit is set ("max"), or the system has no such files.
+        return _machine_ram()
+    return min(free, max(0, limit - taken))
+
+
+def _machine_ram() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

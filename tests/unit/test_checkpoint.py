@@ -1,0 +1,107 @@
+"""Model names become folders; everything that can be wrong with one has an error with a remedy."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_service.config import EngineConfig
+from engine_service.worker.checkpoint import Checkpoint, builtin_models, fetch_checkpoint
+from tidemill.runtime.errors import InvalidRequest, NotFound, ServiceError
+
+
+def fetch(**config: Any) -> Checkpoint:
+    return fetch_checkpoint(EngineConfig(**config), lambda *_: None)
+
+
+def refuse(kind: type[ServiceError], match: str, **config: Any) -> ServiceError:
+    with pytest.raises(kind, match=match) as caught:
+        fetch(**config)
+    return caught.value
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    return tmp_path
+
+
+def test_builtin_models_have_tokenizers() -> None:
+    for name, path in builtin_models().items():
+        found = fetch(model=name)
+        assert (found.model_id, found.folder, found.tokenizer_dir) == (name, path, str(path))
+        assert found.hf_config["architectures"]
+
+
+def test_local_folder(folder: Path) -> None:
+    found = fetch(model=str(folder))
+    assert (found.folder, found.model_id) == (folder, str(folder))
+    assert found.hf_config == {"architectures": ["LlamaForCausalLM"]}
+    assert (found.generation_config, found.added_tokens, found.tokenizer_dir) == ({}, {}, "")
+
+
+def test_added_tokens_come_from_all_files(folder: Path) -> None:
+    (folder / "added_tokens.json").write_text('{"<a>": 1, "<b>": 2}')
+    decoder = {"added_tokens_decoder": {"3": {"content": "<c>"}}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(decoder))
+    (folder / "tokenizer.json").write_text('{"added_tokens": [{"id": 4, "content": "<b>"}]}')
+    found = fetch(model=str(folder))
+    assert found.added_tokens == {"<a>": 1, "<b>": 4, "<c>": 3}
+    assert found.tokenizer_dir == str(folder)
+
+
+def test_another_tokenizer_folder(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "tokenizer"
+    other.mkdir()
+    (other / "tokenizer.json").write_text('{"added_tokens": [{"id": 4, "content": "<x>"}]}')
+    found = fetch(model=str(folder), tokenizer=str(other))
+    assert (found.tokenizer_dir, found.added_tokens) == (str(other), {"<x>": 4})
+    (other / "tokenizer.json").unlink()
+    refuse(NotFound, "has none of tokenizer.json", model=str(folder), tokenizer=str(other))
+
+
+def test_weight_version_follows_the_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"one")
+    first = fetch(model=str(folder)).weight_version
+    assert fetch(model=str(folder)).weight_version == first
+    weights.write_bytes(b"another")
+    second = fetch(model=str(folder)).weight_version
+    dummies = {
+        fetch(model=str(folder), load_format="dummy", seed=seed).weight_version for seed in (1, 2)
+    }
+    assert len({first, second, *dummies}) == 4
+
+
+def test_missing_config(tmp_path: Path) -> None:
+    error = refuse(NotFound, r"no config\.json; point --model at", model=str(tmp_path))
+    assert error.reason == "CONFIG_MISSING"
+
+
+@pytest.mark.parametrize("content", ['{"architectures": ["Llama', "", "[1, 2]", "\x00\x01"])
+def test_broken_config(content: str, folder: Path) -> None:
+    (folder / "config.json").write_text(content)
+    error = refuse(InvalidRequest, r"config\.json", model=str(folder))
+    assert error.reason == "CHECKPOINT_CORRUPT"
+
+
+def test_binary_config(folder: Path) -> None:
+    (folder / "config.json").write_bytes(b"\xff\xfe\x00garbage")
+    refuse(InvalidRequest, r"config\.json is not valid JSON", model=str(folder))
+
+
+def test_truncated_generation_config(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id"')
+    refuse(InvalidRequest, r"generation_config\.json", model=str(folder))
+
+
+@pytest.mark.parametrize("name", ["demoo", "/no/such/folder", "./relative", "~/nowhere", "a/b/c"])
+def test_unknown_names_say_what_a_model_may_be(name: str) -> None:
+    error = refuse(NotFound, "owner/name", model=name)
+    assert error.reason == "MODEL_NOT_FOUND"
+    assert name in error.message
+
+
+def test_a_file_is_no_model(folder: Path) -> None:
+    refuse(InvalidRequest, "is a file", model=str(folder / "config.json"))

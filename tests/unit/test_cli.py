@@ -1,0 +1,204 @@
+"""The command line: instant help without torch, helpful refusals, spellings, ports, children."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tidemill import cli
+from tidemill.commands import bench, child, ports, spellings
+from tidemill.runtime.errors import FailedPrecondition
+
+ROOT = Path(__file__).parents[2]
+WITHOUT_TORCH = """
+import sys
+from tidemill.cli import main
+try:
+    sys.exit(main(sys.argv[1:]))
+finally:
+    assert "torch" not in sys.modules, "torch was imported"
+"""
+
+SLEEP = "import sys, time\nprint('hi', file=sys.stderr, flush=True)\ntime.sleep(60)\n"
+
+
+async def started(module: str, folder: Path) -> tuple[child.Child, list[str]]:
+    """A child that has written its first line, and its lines."""
+    lines: list[str] = []
+    spoken = asyncio.Event()
+
+    def hear(line: str) -> None:
+        lines.append(line)
+        spoken.set()
+
+    environ = {**os.environ, "PYTHONPATH": str(folder)}
+    running = await child.Child.start(module, [], environ=environ, on_line=hear)
+    await spoken.wait()
+    return running, lines
+
+
+def tidemill(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT_TORCH, *argv]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], []])
+def test_help_and_version_are_instant(argv: list[str]) -> None:
+    seconds = []
+    for _ in range(3):
+        started = time.monotonic()
+        done = tidemill(*argv)
+        seconds.append(time.monotonic() - started)
+        assert done.returncode == 0, done.stderr
+        assert "tidemill" in done.stdout
+    assert min(seconds) < 1.0, seconds
+
+
+@pytest.mark.parametrize("verb", ["serve", "engine", "frontend", "generate", "chat"])
+def test_help_of_a_verb_needs_no_torch(verb: str) -> None:
+    done = tidemill(verb, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"usage: tidemill {verb}" in done.stdout
+
+
+def test_serve_takes_the_flags_of_both_services() -> None:
+    text = tidemill("serve", "--help").stdout
+    for flag in ("--http-port", "--grpc-port", "--engine-port", "--host", "--page-size"):
+        assert text.count(f"  {flag} ") == 1, flag
+    assert "--connect-timeout-s" not in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["sevre"], "unknown command 'sevre'; did you mean serve?"),
+        (["serve", "--http-prot", "1"], "did you mean --http-port"),
+        (["serve", "--page-size", "x"], "'x' is not INT"),
+        (["generate"], "missing --prompt"),
+    ],
+)
+def test_refusals(argv: list[str], words: str) -> None:
+    done = tidemill(*argv)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_bench_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.run([]) == 0
+    assert bench.run(["latnecy"]) == 2
+    text = capsys.readouterr().out
+    for name in bench.BENCHMARKS:
+        assert (ROOT / "tidemill" / "bench" / f"{name}.py").exists()
+        assert name in text
+
+
+def test_every_verb_has_its_file() -> None:
+    files = {path.stem for path in (ROOT / "tidemill" / "commands").glob("*.py")}
+    assert {verb.replace("-", "_") for verb in cli.VERBS} <= files
+
+
+def test_missing_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "grpc", None)
+    monkeypatch.delitem(sys.modules, "tidemill.commands.serve", raising=False)
+    monkeypatch.delitem(sys.modules, "tidemill.commands.engine_state", raising=False)
+    assert cli.main(["serve"]) == 1
+    assert "pip install 'tidemill[all]'" in capsys.readouterr().err
+
+
+def test_spellings_of_other_servers() -> None:
+    theirs = [
+        "demo",
+        "--block-size",
+        "32",
+        "-tp=1",
+        "--no-enable-prefix-caching",
+        "--port=0",
+        "a=b",
+    ]
+    assert spellings.ours(theirs) == [
+        *("demo", "--page-size", "32", "--tensor-parallel-size=1", "--no-prefix-caching"),
+        *("--http-port=0", "a=b"),
+    ]
+
+
+def test_busy_port_is_named_with_its_flag() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(
+            FailedPrecondition, match=f"{port}: the port is in use.* with --http-port"
+        ):
+            ports.settle("127.0.0.1", {"--grpc-port": 0, "--http-port": port})
+
+
+def test_two_flags_cannot_share_a_port() -> None:
+    free = ports.settle("127.0.0.1", {"--http-port": 0})["--http-port"]
+    with pytest.raises(FailedPrecondition, match="with --http-port"):
+        ports.settle("127.0.0.1", {"--grpc-port": free, "--http-port": free})
+
+
+def test_free_ports_differ() -> None:
+    found = ports.settle("127.0.0.1", {"--grpc-port": 0, "--http-port": 0, "--engine-port": 0})
+    assert len(set(found.values())) == 3
+    assert 0 not in found.values()
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_foreign_host_is_refused(host: str) -> None:
+    with pytest.raises(FailedPrecondition, match=f"cannot listen on {host}"):
+        ports.settle(host, {"--http-port": 0})
+
+
+async def test_child_is_heard_and_stopped(tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text(SLEEP)
+    running, lines = await started("sleeper", tmp_path)
+    await running.stop(10.0)
+    assert lines == ["hi"]
+    assert child.ending(await running.wait()) == "was killed by SIGTERM"
+
+
+async def test_child_that_does_not_listen_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "deaf.py").write_text("import signal\nsignal.signal(15, signal.SIG_IGN)\n" + SLEEP)
+    running, _ = await started("deaf", tmp_path)
+    await running.stop(0.1)
+    assert child.ending(await running.wait()) == "was killed by SIGKILL"
+
+
+def test_child_does_not_outlive_us(tmp_path: Path) -> None:
+    """A supervisor that is killed takes its children with it."""
+    (tmp_path / "sleeper.py").write_text(SLEEP)
+    (tmp_path / "supervisor.py").write_text(
+        "import asyncio, os\n"
+        "from tidemill.commands.child import Child\n"
+        "async def main():\n"
+        "    child = await Child.start('sleeper', [], environ=os.environ, on_line=print)\n"
+        "    print(child.pid, flush=True)\n"
+        "    await child.wait()\n"
+        "asyncio.run(main())\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "supervisor"]
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        pid = int(supervisor.stdout.readline())
+        supervisor.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 10.0
+    while _is_alive(pid):
+        assert time.monotonic() < deadline, "the child still runs"
+        time.sleep(0.02)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

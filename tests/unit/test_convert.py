@@ -1,0 +1,232 @@
+"""Contract messages to core messages and back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine_service.core.messages import Finish, FinishReason, Timings, Usage
+from engine_service.core.step import Canvas, TokenLogprobs
+from engine_service.server.convert import MAX_N, check_hello, to_choices, to_submit
+from engine_service.server.convert_out import notice_frame, pack, responses, step_frames
+from engine_service.server.outlet import Failure, Outlet, StepRows, halves
+from tidemill.runtime.errors import (
+    FailedPrecondition,
+    InvalidRequest,
+    Overloaded,
+    Unsupported,
+    from_grpc_code,
+)
+from tidemill.v1 import engine_pb2 as pb
+
+FINISH = Finish(FinishReason.STOP_TOKEN, 2, "", Usage(3, 1, 2, 4, 0, 0), Timings(1, 2, 3, 4))
+
+
+def test_every_served_field_arrives() -> None:
+    spec = pb.GenerateSpec(request_id="r", prompt_token_ids=pack([1, 70_000]), priority=-3)
+    spec.sampling.temperature = 0.0
+    spec.sampling.top_k = -1
+    spec.sampling.logit_bias[7] = -1.5
+    spec.sampling.seed = 2**64 - 1
+    spec.stop.token_ids.append(9)
+    spec.stop.token_sequences.add(token_ids=[1, 2])
+    spec.stop.ignore_eos = False
+    spec.logprobs.top = 0
+    spec.decoding.method = "block_diffusion"
+    spec.decoding.params.update({"steps": 4, "threshold": 0.5, "x": {"y": [True, None, "z"]}})
+    spec.timeout_ms = 50
+    spec.cache_salt, spec.choice, spec.emit_canvas = "salt", 2, True
+    submit = to_submit(spec)
+    sampling = submit.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.0, -1, None)
+    assert (sampling.logit_bias, sampling.seed) == ({7: -1.5}, 2**64 - 1)
+    assert (sampling.stop_token_ids, sampling.stop_token_sequences) == ((9,), ((1, 2),))
+    assert (sampling.ignore_eos, sampling.logprobs, sampling.prompt_logprobs) == (False, 0, None)
+    assert submit.decoding.method == "block_diffusion"
+    assert submit.decoding.params == {"steps": 4, "threshold": 0.5, "x": {"y": [True, None, "z"]}}
+    assert isinstance(submit.decoding.params["steps"], int)
+    assert (submit.priority, submit.cache_salt, submit.choice) == (-3, "salt", 2)
+    assert submit.deadline_ns == submit.arrival_ns + 50_000_000
+    assert submit.emit_canvas
+
+
+def test_the_smaller_limit_is_the_deadline() -> None:
+    spec = pb.GenerateSpec(prompt_token_ids=pack([1]), timeout_ms=50)
+    for remaining_s, expected in ((0.01, 10_000_000), (9.0, 50_000_000), (None, 50_000_000)):
+        submit = to_submit(spec, remaining_s=remaining_s)
+        assert submit.deadline_ns is not None
+        assert submit.deadline_ns - submit.arrival_ns == expected
+    assert to_submit(pb.GenerateSpec()).deadline_ns is None
+
+
+UNSERVED = {
+    "constraint": pb.GenerateSpec(constraint=pb.Constraint()),
+    "adapter": pb.GenerateSpec(adapter="a"),
+    "fairness_key": pb.GenerateSpec(fairness_key="a"),
+    "kv_transfer": pb.GenerateSpec(kv_transfer={}),
+    "media": pb.GenerateSpec(media=[pb.MediaItem()]),
+    "pinned": pb.GenerateSpec(pinned=[pb.PinnedToken()]),
+    "dp_rank": pb.GenerateSpec(dp_rank=1),
+    "sampling.allowed_token_ids": pb.GenerateSpec(
+        sampling=pb.SamplingParams(allowed_token_ids=[1])
+    ),
+    "sampling.bad_words": pb.GenerateSpec(
+        sampling=pb.SamplingParams(bad_words=[pb.TokenSequence()])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_unserved_fields_are_named(name: str) -> None:
+    with pytest.raises(Unsupported, match=name) as caught:
+        to_submit(UNSERVED[name])
+    assert caught.value.param == name
+
+
+def test_every_field_of_the_contract_is_served_or_refused() -> None:
+    """A new field must be dealt with here or in convert.py, never ignored."""
+    served = {
+        "request_id", "prompt_token_ids", "sampling", "decoding", "stop", "logprobs",
+        "cache_salt", "priority", "timeout_ms", "traceparent", "tracestate", "choice",
+        "emit_canvas",
+    }  # fmt: skip
+    hints = {"prompt_digest", "group"}  # for routers and logs; they ask nothing of an engine
+    fields = {field.name for field in pb.GenerateSpec.DESCRIPTOR.fields}
+    assert fields == served | hints | {name for name in UNSERVED if "." not in name}
+
+
+def test_malformed_prompt_and_choices() -> None:
+    with pytest.raises(InvalidRequest, match="3 bytes"):
+        to_submit(pb.GenerateSpec(prompt_token_ids=b"abc"))
+    spec = pb.GenerateSpec(prompt_token_ids=pack([1]))
+    for n in (0, MAX_N + 1):
+        with pytest.raises(InvalidRequest, match=f"n is {n}"):
+            to_choices(pb.GenerateRequest(spec=spec, n=n), None)
+    submits = to_choices(pb.GenerateRequest(spec=spec, n=3), None)
+    assert [one.choice for one in submits] == [0, 1, 2]
+    assert len({one.request_id for one in submits}) == 1
+    with pytest.raises(FailedPrecondition, match=r"2\.1"):
+        check_hello(pb.Hello(protocol_major=2, protocol_minor=1))
+
+
+def test_failures_keep_their_details() -> None:
+    error = Overloaded("full", retry_after_ms=7, facts={"a": "b"})
+    failed = notice_frame(Failure(4, error)).failed
+    assert (failed.handle, failed.retriable, failed.retry_after_ms) == (4, True, 7)
+    assert dict(failed.metadata) == {"a": "b"}
+    assert from_grpc_code(failed.code) is Overloaded
+
+
+def entry(token: int) -> TokenLogprobs:
+    return TokenLogprobs((token, token + 1), (-1.0, -2.0), 1)
+
+
+def step(seq: int, tokens: dict[int, list[int]], ends: tuple[int, ...] = ()) -> StepRows:
+    """A step in which every third token has a log-probability and ended handles a finish."""
+    handles = list(tokens)
+    flat = [token for run in tokens.values() for token in run]
+    return StepRows(
+        seq=seq,
+        handles=handles,
+        counts=[len(run) for run in tokens.values()],
+        token_ids=pack(flat),
+        logprobs=[(i, [entry(t) for t in tokens[h]]) for i, h in enumerate(handles) if h % 3 == 0],
+        prompt_logprobs=[(i, 1, [entry(5)]) for i, h in enumerate(handles) if h % 5 == 0],
+        finished=[(i, FINISH) for i, h in enumerate(handles) if h in ends],
+        canvas=[(0, seq, Canvas((seq,), (False,), 0))] if handles else [],
+    )
+
+
+def content(steps: list[StepRows]) -> tuple[dict, dict, list]:
+    """Tokens, log-probability tokens and ends by handle, in order."""
+    tokens: dict[int, bytes] = {}
+    logged: dict[int, list[int]] = {}
+    ends: list[int] = []
+    for rows in steps:
+        offset = 0
+        for handle, count in zip(rows.handles, rows.counts, strict=True):
+            part = rows.token_ids[offset : offset + 4 * count]
+            tokens[handle] = tokens.get(handle, b"") + part
+            offset += 4 * count
+        assert offset == len(rows.token_ids)
+        for row, entries in rows.logprobs:
+            if entries:
+                found = [e.token_ids[0] for e in entries if e]
+                logged.setdefault(rows.handles[row], []).extend(found)
+        ends += [rows.handles[row] for row, _ in rows.finished]
+    return tokens, logged, sorted(ends)
+
+
+def random_steps(rng: random.Random) -> list[StepRows]:
+    live, steps = set(range(1, 10)), []
+    for seq in range(1, rng.randint(2, 12)):
+        rows = {h: [rng.randrange(99) for _ in range(rng.randint(0, 4))] for h in sorted(live)}
+        ends = tuple(h for h in live if rng.random() < 0.2)
+        steps.append(step(seq, rows, ends))
+        live -= set(ends)
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_coalescing_loses_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    outlet, steps, taken = Outlet(), random_steps(rng), []
+    for one in steps:
+        outlet.put(one)
+        if rng.random() < 0.3:
+            taken += await outlet.take()
+    outlet.close()
+    while items := await outlet.take():
+        taken += items
+    assert content(taken) == content(steps), f"seed {seed}"
+    assert len(outlet) == 0
+
+
+async def test_the_coalescing_check_notices_a_lost_step() -> None:
+    """Negative control of the test above."""
+    steps = random_steps(random.Random(3))
+    assert content(steps[1:]) != content(steps)
+
+
+async def test_memory_of_an_unread_outlet_is_bounded_by_handles() -> None:
+    outlet = Outlet()
+    for seq in range(1000):
+        outlet.put(step(seq, {handle: [1] for handle in range(1, 6)}))
+    assert len(outlet) == 5
+    (rows,) = await outlet.take()
+    assert isinstance(rows, StepRows)
+    assert rows.counts == [1000] * 5
+    assert [canvas.token_ids for _, _, canvas in rows.canvas] == [(999,)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_halves_keep_everything(seed: int) -> None:
+    whole = random_steps(random.Random(seed))[0]
+    assert content(list(halves(whole))) == content([whole])
+    lone = step(1, {3: [1, 2, 3, 4, 5]}, (3,))
+    first, second = halves(lone)
+    assert content([first, second]) == content([lone])
+    assert not first.finished
+
+
+def test_large_steps_are_split() -> None:
+    big = step(1, {handle: [7] * 100_000 for handle in (1, 2, 4)}, (4,))
+    frames = list(step_frames(big._replace(canvas=[])))
+    assert len(frames) == 1
+    many = step(1, {handle: [7] * 100_000 for handle in (1, 2, 4, 3)}, (4,))
+    frames = list(step_frames(many))
+    assert all(frame.ByteSize() <= 4 << 20 for frame in frames)
+    assert sum(sum(frame.step.counts) for frame in frames) == 400_000
+    assert sum(len(frame.step.finished) for frame in frames) == 1
+    logged = [p for frame in frames for row in frame.step.logprobs for p in row.positions]
+    assert len(logged) == 100_000
+
+
+def test_generate_responses() -> None:
+    answers = responses(step(1, {0: [4, 5], 1: [6]}, (1,)))
+    assert [(one.index, one.token_ids) for one in answers] == [(0, pack([4, 5])), (1, pack([6]))]
+    assert answers[0].prompt_logprobs_start == 1
+    assert not answers[0].HasField("finish")
+    assert answers[1].finish.stop_token_id == 2
+    assert answers[1].finish.usage.cached_tokens == 1

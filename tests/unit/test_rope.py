@@ -1,0 +1,151 @@
+"""Rotary frequencies equal transformers' bit for bit, in both spellings of config.json."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from engine_service.kernels.rotary import rotate, rotate_ref
+from engine_service.layers.rope import (
+    RotaryTable,
+    inverse_frequencies,
+    read_rope,
+    scaled_max_len,
+)
+from tidemill.runtime.errors import InvalidRequest, Unsupported
+
+HEAD_DIM = 64
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32768,
+}
+SCALED = [
+    {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    LLAMA3,
+    LLAMA3 | {"factor": 32.0},
+    YARN,
+    YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+    YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
+    YARN | {"attention_factor": 0.75},
+    YARN | {"factor": 0.5},
+]
+
+
+def old_style(rope: dict[str, Any]) -> dict[str, Any]:
+    kind = {"type": rope["rope_type"]}
+    rest = {key: value for key, value in rope.items() if key not in ("rope_type", "rope_theta")}
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": kind | rest}
+
+
+@pytest.mark.parametrize("rope", SCALED, ids=lambda rope: rope["rope_type"])
+def test_frequencies_and_factor_equal_transformers(rope: dict[str, Any]) -> None:
+    config = LlamaConfig(
+        hidden_size=4 * HEAD_DIM,
+        num_attention_heads=4,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=32768,
+        rope_parameters=dict(rope),
+    )
+    want, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+    sizes = {"max_position_embeddings": 32768}
+    new = read_rope({**sizes, "rope_parameters": rope}, HEAD_DIM)
+    assert torch.equal(inverse_frequencies(new), want)
+    assert new.attention_factor == pytest.approx(factor, abs=0)
+    assert read_rope({**sizes, **old_style(rope)}, HEAD_DIM) == new
+
+
+def test_default_frequencies_are_the_formula() -> None:
+    rope = read_rope({"rope_theta": 1e6, "max_position_embeddings": 128}, HEAD_DIM)
+    want = [1e6 ** (-index / HEAD_DIM) for index in range(0, HEAD_DIM, 2)]
+    got = inverse_frequencies(rope)
+    torch.testing.assert_close(
+        got.double(), torch.tensor(want, dtype=torch.float64), rtol=1e-6, atol=0
+    )
+    assert read_rope({"max_position_embeddings": 128}, HEAD_DIM).theta == 10000.0
+
+
+def test_parameters_nested_by_layer_type_must_agree() -> None:
+    one = {"rope_type": "default", "rope_theta": 5000.0}
+    both = {"full_attention": one, "sliding_attention": dict(one)}
+    assert read_rope({"rope_parameters": both}, HEAD_DIM).theta == 5000.0
+    both["sliding_attention"]["rope_theta"] = 10.0
+    with pytest.raises(Unsupported, match="sliding_attention"):
+        read_rope({"rope_parameters": both}, HEAD_DIM)
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "dynamic"),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "longrope"),
+        ({"type": "mrope", "mrope_section": [1]}, "mrope"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({**YARN, "llama_4_scaling_beta": 0.1}, "llama_4_scaling_beta"),
+        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 4.0}, "beta_fast"),
+    ],
+)
+def test_unknown_scalings_are_refused(raw: dict[str, Any], named: str) -> None:
+    for key in ("rope_parameters", "rope_scaling"):
+        with pytest.raises(Unsupported, match=named):
+            read_rope({key: raw, "max_position_embeddings": 64}, HEAD_DIM)
+
+
+def test_neutral_keys_are_accepted() -> None:
+    raw = {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 1.0,
+        "factor": None,
+    }
+    assert read_rope({"rope_parameters": raw}, HEAD_DIM).kind == "default"
+
+
+def test_missing_parameters_are_named() -> None:
+    raw = {key: value for key, value in LLAMA3.items() if key != "low_freq_factor"}
+    with pytest.raises(InvalidRequest, match="low_freq_factor"):
+        read_rope({"rope_parameters": raw, "max_position_embeddings": 64}, HEAD_DIM)
+
+
+@pytest.mark.parametrize(
+    ("rope", "max_len", "scaled"),
+    [
+        ({"rope_type": "default"}, 4096, 4096),
+        ({"rope_type": "linear", "factor": 4.0}, 4096, 16384),
+        (LLAMA3, 131072, 131072),
+        (YARN, 32768, 131072),
+        (YARN, 131072, 131072),
+    ],
+)
+def test_longest_context(rope: dict[str, Any], max_len: int, scaled: int) -> None:
+    config = {"rope_parameters": rope, "max_position_embeddings": max_len}
+    assert scaled_max_len(read_rope(config, HEAD_DIM), max_len) == scaled
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rotation_equals_its_reference(dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    rope = read_rope({"rope_parameters": YARN, "max_position_embeddings": 64}, HEAD_DIM)
+    positions = torch.randint(0, 1 << 17, (9,))
+    x = torch.randn(9, 3, HEAD_DIM).to(dtype)
+    table = RotaryTable(rope, device=torch.device("cpu"))
+    angles = positions.float()[:, None] * inverse_frequencies(rope)
+    cos, sin = (
+        torch.cat((part, part), dim=-1).to(dtype)
+        for part in (angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor)
+    )
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-6
+    got = rotate(x, *table(positions, dtype))
+    torch.testing.assert_close(got, rotate_ref(x, cos, sin), rtol=tolerance, atol=tolerance)
+    assert not torch.allclose(got, rotate(x, *table(positions + 1, dtype)), atol=0.05)

@@ -1,0 +1,87 @@
+"""Errors to statuses and back, options, ports."""
+
+from __future__ import annotations
+
+import socket
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+
+from tidemill.runtime import errors, rpc
+from tidemill.runtime.rpc import answering, bind, server_options, to_error, to_status
+
+KINDS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, errors.ServiceError)
+]
+
+
+class Context:
+    """Takes down what a handler is aborted with."""
+
+    async def abort(self, code: grpc.StatusCode, text: str, trailing_metadata: tuple) -> None:
+        metadata = grpc.aio.Metadata(*trailing_metadata)
+        raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, text)
+
+
+async def travelled(error: Exception) -> errors.ServiceError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with answering(Context()):
+            raise error
+    return to_error(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_every_error_survives_the_trip(kind: type[errors.ServiceError]) -> None:
+    sent = kind("why", reason="SOME_REASON", param="a.b", retry_after_ms=1500, facts={"k": "v"})
+    got = await travelled(sent)
+    assert got.grpc_code == sent.grpc_code
+    assert (got.message, got.reason, got.param) == ("why", "SOME_REASON", "a.b")
+    assert (got.retry_after_ms, got.facts) == (1500, {"k": "v"})
+
+
+async def test_bugs_are_internal_and_long_texts_are_cut() -> None:
+    got = await travelled(KeyError("oops"))
+    assert got.grpc_code == 13
+    assert "KeyError" in got.message
+    assert len((await travelled(errors.NotFound("x" * 9999))).message) == 2048
+
+
+def test_a_bad_field_is_named_in_bad_request() -> None:
+    status = to_status(errors.InvalidRequest("top_p is 0", param="top_p"))
+    bad = error_details_pb2.BadRequest()
+    assert any(detail.Unpack(bad) for detail in status.details)
+    assert bad.field_violations[0].field == "top_p"
+
+
+def test_a_status_without_details_is_an_error_too() -> None:
+    empty = grpc.aio.Metadata()
+    failure = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, empty, "gone")
+    error = to_error(failure)
+    assert isinstance(error, errors.Unavailable)
+    assert (error.message, error.reason) == ("gone", "UNAVAILABLE")
+
+
+def test_option_names_are_those_grpc_knows() -> None:
+    """The core ignores a misspelt key silently, so the names are spelt out here once more."""
+    options = dict(server_options(1 << 20))
+    assert options["grpc.http2.min_ping_interval_without_data_ms"] == 10_000
+    assert options["grpc.http2.max_ping_strikes"] == 0
+    assert options["grpc.keepalive_permit_without_calls"] == 1
+    assert options["grpc.so_reuseport"] == 0
+    assert options["grpc.max_receive_message_length"] == 1 << 20
+    assert dict(rpc.channel_options(1))["grpc.enable_retries"] == 0
+
+
+async def test_a_taken_port_names_port_and_flag() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = grpc.aio.server(options=server_options(1 << 20))
+        with pytest.raises(errors.FailedPrecondition, match=rf"{port}.*--some-port") as caught:
+            bind(server, "127.0.0.1", port, flag="--some-port")
+        assert caught.value.reason == "PORT_IN_USE"
+        await server.stop(None)

@@ -1,0 +1,155 @@
+"""The host halves of all decoding methods: what they plan, and what a decision does."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_service.core.step import EMPTY_CANVAS, Canvas, Decision, Span
+from engine_service.core.strategy import Budget, DecodeStrategy, View
+from engine_service.decoding import strategies
+from engine_service.decoding.autoregressive import Autoregressive
+from engine_service.decoding.block_diffusion import BlockDiffusion
+from tidemill.runtime.errors import Unsupported
+
+MASK = 99
+EVERY = [kind.for_model(mask_block=4, mask_token_id=MASK) for kind in strategies().values()]
+
+
+def test_the_folder_is_the_registry() -> None:
+    assert strategies() == {"autoregressive": Autoregressive, "block_diffusion": BlockDiffusion}
+
+
+def test_block_diffusion_needs_a_mask_token() -> None:
+    with pytest.raises(Unsupported, match="mask token"):
+        BlockDiffusion.for_model(mask_block=4, mask_token_id=None)
+
+
+def start(strategy: DecodeStrategy, prompt_len: int, *, scored: bool = False) -> View:
+    """A request that was just admitted."""
+    params = strategy.parse({})
+    canvas = strategy.begin(prompt_len, params)
+    return View(0, prompt_len, prompt_len, 0, canvas, params, 1 if scored else prompt_len)
+
+
+@pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
+@pytest.mark.parametrize("budget", [Budget(0, 64), Budget(0, 0), Budget(-3, 64)])
+def test_rule_a_without_budget_there_is_no_span(strategy: DecodeStrategy, budget: Budget) -> None:
+    for prompt_len in (1, 3, 4, 9):
+        assert strategy.plan(start(strategy, prompt_len), budget) is None
+
+
+@pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
+def test_the_smallest_budget_always_makes_progress(strategy: DecodeStrategy) -> None:
+    budget = Budget(strategy.min_tokens_per_step, strategy.max_decide)
+    view = start(strategy, 9)
+    while (span := strategy.plan(view, budget)) is not None:
+        assert span.start == view.num_cached
+        assert span.stop > span.start
+        if span.decide_stop > span.decide_start:
+            break
+        update = strategy.settle(view, span, None)
+        assert update.num_cached == span.stop
+        view = view._replace(num_cached=update.num_cached)
+    assert span is not None
+
+
+@pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
+def test_without_logits_only_what_is_committed_is_computed(strategy: DecodeStrategy) -> None:
+    span = strategy.plan(start(strategy, 9), Budget(64, 0))
+    assert span is not None
+    assert (span.start, span.stop, span.num_logits) == (0, 8, 0)
+    done = start(strategy, 9)._replace(num_cached=8)
+    assert strategy.plan(done, Budget(64, 0)) is None
+
+
+@pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
+@given(seed=st.integers(0, 10**6), prompt_len=st.integers(1, 20), scored=st.booleans())
+def test_rule_b_a_due_decision_always_has_its_logits(
+    strategy: DecodeStrategy, seed: int, prompt_len: int, scored: bool
+) -> None:
+    """Random budgets, prefix hits and reveals: every position is decided or scored once."""
+    rng = random.Random(seed)
+    scored = scored and "prompt_logprobs" in strategy.supports
+    view = start(strategy, prompt_len, scored=scored)
+    if not scored:
+        hit = rng.randint(0, strategy.max_cached(prompt_len) // strategy.mask_block)
+        view = view._replace(num_cached=hit * strategy.mask_block)
+    tokens, scores = [], []
+    for _ in range(400):
+        assert view.num_cached <= strategy.max_cached(view.committed_len)
+        budget = Budget(rng.randint(0, 12), rng.randint(0, 6))
+        span = strategy.plan(view, budget)
+        if span is None:
+            continue
+        assert span.num_tokens <= budget.tokens
+        assert span.num_logits <= budget.logits
+        shift = 1 if strategy.mask_block == 1 else 0
+        for low, high in ((span.decide_start, span.decide_stop),):
+            assert low == high or span.start <= low - shift < high - shift <= span.stop
+        if span.score_stop > span.score_start:
+            assert span.start <= span.score_start - 1 < span.score_stop - 1 <= span.stop
+            scores += range(span.score_start, span.score_stop)
+            view = view._replace(score_from=span.score_stop)
+        update = strategy.settle(view, span, decide(rng, view, span))
+        tokens += update.commit
+        committed_len = view.committed_len + len(update.commit)
+        view = view._replace(
+            committed_len=committed_len, num_cached=update.num_cached, canvas=update.canvas
+        )
+        if len(tokens) > 12:
+            break
+    assert tokens == [1000 + prompt_len + i for i in range(len(tokens))]
+    assert scores == (list(range(1, prompt_len)) if scored else [])
+
+
+def decide(rng: random.Random, view: View, span: Span) -> Decision | None:
+    """Token 1000 + p at position p; reveals at random, at least one."""
+    places = range(span.decide_start, span.decide_stop)
+    if not places:
+        return None
+    fixed = view.canvas.fixed or (False,)
+    was = [fixed[p - view.committed_len] for p in places]
+    final = [done or rng.random() < 0.4 for done in was]
+    final[was.index(False)] = True
+    return Decision([1000 + p if f else MASK for p, f in zip(places, final, strict=True)], final)
+
+
+def test_autoregression_caches_all_but_the_newest_token() -> None:
+    strategy = Autoregressive()
+    view = start(strategy, 5)
+    span = strategy.plan(view, Budget(64, 64))
+    assert span == Span(0, 0, 5, 5, 1, 5, 6)
+    update = strategy.settle(view, span, Decision([42], [True]))
+    assert update == ([42], None, 5, EMPTY_CANVAS)
+
+
+def test_block_diffusion_commits_a_prefix_and_fuses_commit_with_open() -> None:
+    strategy = BlockDiffusion(block=4, mask_token_id=MASK)
+    view = start(strategy, 5)
+    assert view.canvas == Canvas((MASK,) * 3, (False,) * 3)
+    span = strategy.plan(view, Budget(64, 64))
+    assert span == Span(0, 0, 8, 8, 4, 5, 8)
+    update = strategy.settle(view, span, Decision([MASK, 12, 13], [False, True, True]))
+    assert update == ([], None, 4, Canvas((MASK, 12, 13), (False, True, True), 1))
+    view = view._replace(num_cached=4, canvas=update.canvas)
+    span = strategy.plan(view, Budget(64, 64))
+    assert span == Span(0, 4, 8, 8, 4, 5, 6)
+    update = strategy.settle(view, span, Decision([11], [True]))
+    assert update == ([11, 12, 13], None, 4, Canvas((MASK,) * 4, (False,) * 4))
+    view = view._replace(committed_len=8, canvas=update.canvas)
+    assert strategy.plan(view, Budget(64, 64)) == Span(0, 4, 12, 12, 4, 8, 12)
+    assert strategy.plan(view, Budget(7, 64)) == Span(0, 4, 8, 8, 4, 8, 8)
+
+
+def test_a_block_is_streamed_as_its_prefix_becomes_final() -> None:
+    strategy = BlockDiffusion(block=4, mask_token_id=MASK)
+    view = start(strategy, 4)
+    span = strategy.plan(view, Budget(64, 64))
+    assert span is not None
+    update = strategy.settle(view, span, Decision([10, 11, MASK, 13], [True, True, False, True]))
+    assert update.commit == [10, 11]
+    assert update.canvas == Canvas((MASK, 13), (False, True), 1)

@@ -1,0 +1,176 @@
+"""What config.json says becomes traits; what nobody implements is refused by name."""
+
+from typing import Any
+
+import pytest
+
+from engine_service.models.base import REGISTRY, ModelTraits
+from tidemill.runtime.errors import InvalidRequest, Unsupported
+
+BASE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+    "eos_token_id": 7,
+}
+
+
+def traits(architecture: str, added: dict[str, int] | None = None, **changes: Any) -> ModelTraits:
+    config = {**BASE, "architectures": [architecture], **changes}
+    return REGISTRY.find(config).read_traits(config, added or {})
+
+
+def test_every_architecture_is_found_by_name() -> None:
+    assert REGISTRY.names() == (
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "SDARForCausalLM",
+    )
+    for name in REGISTRY.names():
+        assert traits(name, mask_token_id=3).architecture == name
+
+
+def test_unknown_architecture_lists_the_supported_ones() -> None:
+    with pytest.raises(
+        Unsupported, match=r"MambaForCausalLM .*LlamaForCausalLM, Mistral"
+    ) as caught:
+        traits("MambaForCausalLM")
+    assert caught.value.reason == "ARCHITECTURE_UNSUPPORTED"
+    with pytest.raises(Unsupported, match="without `architectures`"):
+        REGISTRY.find({})
+
+
+def test_plain_fields() -> None:
+    got = traits("LlamaForCausalLM", rms_norm_eps=1e-5, tie_word_embeddings=True, dtype="bfloat16")
+    assert (got.num_layers, got.num_heads, got.num_kv_heads, got.head_dim) == (4, 8, 2, 8)
+    assert (got.norm_eps, got.tie_embeddings, got.dtype) == (1e-5, True, "bfloat16")
+    assert (got.eos_token_ids, got.max_model_len, got.windows) == ((7,), 512, (None,) * 4)
+    assert (got.mask_block, got.logits_shift, got.mask_token_id) == (1, 1, None)
+    assert (got.default_method, got.methods) == ("autoregressive", ("autoregressive",))
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "torch.bfloat16"}, "bfloat16"),
+        ({}, "float32"),
+    ],
+)
+def test_number_format_of_the_checkpoint(spelling: dict[str, str], name: str) -> None:
+    assert traits("LlamaForCausalLM", **spelling).dtype == name
+
+
+@pytest.mark.parametrize(("raw", "ids"), [(None, ()), (5, (5,)), ([5, 6], (5, 6))])
+def test_stop_tokens(raw: Any, ids: tuple[int, ...]) -> None:
+    assert traits("Qwen3ForCausalLM", eos_token_id=raw).eos_token_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "windows"),
+    [
+        ("MistralForCausalLM", {}, (4096,) * 4),
+        ("MistralForCausalLM", {"sliding_window": None}, (None,) * 4),
+        ("MistralForCausalLM", {"sliding_window": 32}, (32,) * 4),
+        ("LlamaForCausalLM", {"sliding_window": 32}, (None,) * 4),
+        ("Qwen2ForCausalLM", {"sliding_window": 32, "max_window_layers": 2}, (None,) * 4),
+        (
+            "Qwen2ForCausalLM",
+            {"sliding_window": 32, "max_window_layers": 3, "use_sliding_window": True},
+            (None, None, None, 32),
+        ),
+        (
+            "Qwen3ForCausalLM",
+            {
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (8, None, 8, None),
+        ),
+    ],
+)
+def test_windows(
+    architecture: str, changes: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    assert traits(architecture, **changes).windows == windows
+
+
+def test_heads_default_as_the_architecture_says() -> None:
+    absent = {"num_key_value_heads": None}
+    assert traits("LlamaForCausalLM", **absent).num_kv_heads == 8
+    assert traits("Qwen3ForCausalLM").head_dim == 128
+    assert traits("Qwen2ForCausalLM").head_dim == 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quantization_config": {"quant_method": "gptq"}},
+        {"attn_logit_softcapping": 50.0},
+        {"final_logit_softcapping": 30.0},
+        {"hidden_act": "gelu"},
+        {"partial_rotary_factor": 0.5},
+        {"num_experts": 8},
+        {"dtype": "float8_e4m3fn"},
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+@pytest.mark.parametrize("architecture", REGISTRY.names())
+def test_unknown_traits_are_refused(architecture: str, changes: dict[str, Any]) -> None:
+    named = "rope_type" if "rope_scaling" in changes else next(iter(changes))
+    with pytest.raises(Unsupported, match="not supported") as caught:
+        traits(architecture, mask_token_id=1, **changes)
+    assert caught.value.param == named
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": None},
+        {"num_hidden_layers": 0},
+        {"vocab_size": "100"},
+        {"num_key_value_heads": 3},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_impossible_sizes_are_named(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(changes))):
+        traits("LlamaForCausalLM", **changes)
+
+
+def test_unknown_layer_types_are_refused() -> None:
+    types = ["full_attention"] * 3 + ["linear_attention"]
+    with pytest.raises(Unsupported, match="linear_attention"):
+        traits("Qwen3ForCausalLM", use_sliding_window=True, sliding_window=8, layer_types=types)
+
+
+@pytest.mark.parametrize(
+    ("config", "added", "mask"),
+    [
+        ({"mask_token_id": 9}, {"<|MASK|>": 11}, 9),
+        ({}, {"<|MASK|>": 11, "<|mask|>": 12}, 11),
+        ({}, {"<|mask|>": 12}, 12),
+        ({"mask_token_id": None}, {"<|mdm_mask|>": 13}, 13),
+    ],
+)
+def test_mask_token(config: dict[str, Any], added: dict[str, int], mask: int) -> None:
+    got = traits("SDARForCausalLM", added, block_size=8, **config)
+    assert (got.mask_token_id, got.mask_block, got.logits_shift) == (mask, 8, 0)
+
+
+@pytest.mark.parametrize(("config", "added"), [({}, {}), ({"mask_token_id": 100}, {})])
+def test_no_mask_token_refuses_to_start(config: dict[str, Any], added: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequest, match="mask_token_id"):
+        traits("SDARForCausalLM", added, **config)
+
+
+def test_block_size_defaults_to_the_published_one() -> None:
+    assert traits("SDARForCausalLM", mask_token_id=1).mask_block == 4
