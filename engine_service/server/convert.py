@@ -1,0 +1,160 @@
+"""Requests of the contract (protobuf) as the core's plain messages.
+
+It checks what a message can get wrong by itself; what needs the model is core admission's.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Struct, Value
+
+from engine_service.core import messages as core
+from engine_service.core.params import DecodingChoice, SamplingParams
+from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, Unsupported
+from tidemill.v1 import engine_pb2 as pb
+
+PROTOCOL = (1, 0)
+MAX_N = 128
+SCALARS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+)
+_UNSERVED = (
+    ("constraint", "constrained decoding"),
+    ("adapter", "adapters"),
+    ("fairness_key", "fair sharing between tenants"),
+    ("kv_transfer", "KV transfer between engines"),
+    ("media", "media inputs"),
+    ("pinned", "pinned tokens (infilling)"),
+    ("sampling.allowed_token_ids", "a list of allowed tokens"),
+    ("sampling.bad_words", "bad words"),
+)
+
+
+def check_hello(hello: pb.Hello) -> None:
+    """Raises FailedPrecondition unless both sides speak the same major version."""
+    if hello.protocol_major != PROTOCOL[0]:
+        raise FailedPrecondition(
+            f"this engine speaks protocol {PROTOCOL[0]}.{PROTOCOL[1]}, the client "
+            f"{hello.client_name!r} {hello.client_version!r} speaks {hello.protocol_major}."
+            f"{hello.protocol_minor}; use builds of the same major version",
+            reason="PROTOCOL_MISMATCH",
+        )
+
+
+def to_submit(
+    spec: pb.GenerateSpec, *, choice: int | None = None, remaining_s: float | None = None
+) -> core.Submit:
+    """A Submit without a key. `choice` overrides the spec's; `remaining_s` is the RPC's own limit.
+
+    Raises InvalidRequest for malformed values and Unsupported for fields that are not served.
+    """
+    _refuse_unserved(spec)
+    size = len(spec.prompt_token_ids)
+    if size % 4:
+        raise InvalidRequest(
+            f"prompt_token_ids has {size} bytes, which is not a multiple of 4; "
+            "pack the ids as little-endian uint32",
+            param="prompt_token_ids",
+        )
+    now = time.monotonic_ns()
+    limits = [spec.timeout_ms * 1_000_000] if spec.HasField("timeout_ms") else []
+    limits += [int(remaining_s * 1e9)] if remaining_s is not None else []
+    return core.Submit(
+        key=0,
+        request_id=spec.request_id or uuid.uuid4().hex,
+        prompt=spec.prompt_token_ids,
+        sampling=_sampling(spec),
+        decoding=DecodingChoice(
+            method=spec.decoding.method or None, params=_plain(spec.decoding.params)
+        ),
+        choice=spec.choice if choice is None else choice,
+        cache_salt=spec.cache_salt,
+        priority=spec.priority,
+        arrival_ns=now,
+        deadline_ns=now + min(limits) if limits else None,
+        emit_canvas=spec.emit_canvas,
+    )
+
+
+def to_choices(request: pb.GenerateRequest, remaining_s: float | None) -> list[core.Submit]:
+    """The sequences of one Generate call, choice 0 first; they share arrival and request id."""
+    n = request.n if request.HasField("n") else 1
+    if not 1 <= n <= MAX_N:
+        raise InvalidRequest(f"n is {n}; it must lie in 1..{MAX_N}", param="n")
+    if n > 1 and request.spec.choice:
+        raise InvalidRequest("set either n or spec.choice, not both", param="choice")
+    first = to_submit(request.spec, remaining_s=remaining_s)
+    if n == 1:
+        return [first]
+    spec = pb.GenerateSpec()
+    spec.CopyFrom(request.spec)
+    spec.request_id = first.request_id
+    return [first, *(to_submit(spec, choice=i, remaining_s=remaining_s) for i in range(1, n))]
+
+
+def _refuse_unserved(spec: pb.GenerateSpec) -> None:
+    for path, what in _UNSERVED:
+        owner, _, name = path.rpartition(".")
+        if _is_set(spec.sampling if owner else spec, name):
+            raise Unsupported(f"{path}: this engine does not serve {what} yet", param=path)
+    if spec.dp_rank:
+        raise Unsupported(
+            f"dp_rank is {spec.dp_rank}; this engine has no data-parallel ranks yet",
+            param="dp_rank",
+        )
+
+
+def _is_set(message: Message, name: str) -> bool:
+    field = message.DESCRIPTOR.fields_by_name[name]
+    if field.has_presence:
+        return message.HasField(name)
+    return bool(getattr(message, name))
+
+
+def _sampling(spec: pb.GenerateSpec) -> SamplingParams:
+    given = spec.sampling
+    stop, logprobs = spec.stop, spec.logprobs
+    scalars = {name: getattr(given, name) for name in SCALARS if given.HasField(name)}
+    return SamplingParams(
+        **scalars,
+        logit_bias=dict(given.logit_bias),
+        stop_token_ids=tuple(stop.token_ids),
+        stop_token_sequences=tuple(tuple(one.token_ids) for one in stop.token_sequences),
+        ignore_eos=stop.ignore_eos if stop.HasField("ignore_eos") else None,
+        logprobs=logprobs.top if logprobs.HasField("top") else None,
+        prompt_logprobs=logprobs.prompt_top if logprobs.HasField("prompt_top") else None,
+    )
+
+
+def _plain(struct: Struct) -> dict[str, Any]:
+    return {name: _plain_value(value) for name, value in struct.fields.items()}
+
+
+def _plain_value(value: Value) -> Any:
+    """JSON has one kind of number: whole ones become int, as a JSON parser would read them."""
+    match value.WhichOneof("kind"):
+        case "number_value":
+            number = value.number_value
+            return int(number) if number.is_integer() else number
+        case "string_value":
+            return value.string_value
+        case "bool_value":
+            return value.bool_value
+        case "struct_value":
+            return _plain(value.struct_value)
+        case "list_value":
+            return [_plain_value(one) for one in value.list_value.values]
+    return None

@@ -1,0 +1,241 @@
+"""The core's plain messages as messages of the contract (protobuf).
+
+It does not know streams: it makes frames, others write them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Struct
+
+from engine_service.core import messages as core
+from engine_service.core.step import Canvas, TokenLogprobs
+from engine_service.server.convert import PROTOCOL, SCALARS
+from engine_service.server.outlet import (
+    Draining,
+    Failure,
+    LoadReport,
+    Notice,
+    Pong,
+    StepRows,
+    halves,
+)
+from engine_service.server.state import Snapshot
+from tidemill.runtime.errors import ServiceError
+from tidemill.runtime.telemetry import epoch_ns
+from tidemill.v1 import engine_pb2 as pb
+
+FEATURES = ("coalescing", "canvas", "load-report")
+_STEP_BYTES = 4 << 20
+
+# ---------------------------------------------------------------- session frames
+
+
+def hello_ack(facts: core.EngineFacts, instance_id: str, sha256: str, max_bytes: int) -> Message:
+    return pb.SessionResponse(
+        hello_ack=pb.HelloAck(
+            protocol_major=PROTOCOL[0],
+            protocol_minor=PROTOCOL[1],
+            features=FEATURES,
+            instance_id=instance_id,
+            model_id=facts.model_id,
+            weight_version=facts.weight_version,
+            tokenizer_sha256=sha256,
+            limits=limits(facts, max_bytes),
+        )
+    )
+
+
+def limits(facts: core.EngineFacts, max_bytes: int) -> pb.EngineLimits:
+    return pb.EngineLimits(
+        max_model_len=facts.max_model_len,
+        max_rows=facts.max_rows,
+        max_queued_requests=facts.max_queued_requests,
+        vocab_size=facts.vocab_size,
+        max_logprobs=facts.max_logprobs,
+        max_message_bytes=max_bytes,
+    )
+
+
+def step_frames(rows: StepRows) -> Iterator[pb.SessionResponse]:
+    """One frame, or several where one would be larger than 4 MiB."""
+    frame = pb.SessionResponse(
+        step=pb.Step(
+            step_seq=rows.seq,
+            t_unix_ns=time.time_ns(),
+            handles=rows.handles,
+            counts=rows.counts,
+            token_ids=rows.token_ids,
+        )
+    )
+    step = frame.step
+    for row, entries in rows.logprobs:
+        step.logprobs.add(row=row, positions=map(_token_logprobs, entries))
+    for row, start, scores in rows.prompt_logprobs:
+        step.prompt_logprobs.add(row=row, start=start, positions=map(_token_logprobs, scores))
+    for row, finish in rows.finished:
+        step.finished.add(row=row, finish=_finish(finish))
+    for row, start, canvas in rows.canvas:
+        step.canvas.append(_canvas(row, start, canvas))
+    sparse = rows.logprobs or rows.prompt_logprobs or rows.canvas
+    if (sparse or len(rows.token_ids) > _STEP_BYTES // 4) and frame.ByteSize() > _STEP_BYTES:
+        for half in halves(rows):
+            yield from step_frames(half)
+    else:
+        yield frame
+
+
+def notice_frame(notice: Notice) -> pb.SessionResponse:
+    match notice:
+        case Failure():
+            return pb.SessionResponse(failed=_failed(notice.handle, notice.error))
+        case Pong():
+            return pb.SessionResponse(pong=pb.Pong(nonce=notice.nonce))
+        case LoadReport():
+            report = pb.LoadReport(
+                load=load(notice.load), engine_silence_ms=notice.engine_silence_ms
+            )
+            return pb.SessionResponse(load_report=report)
+        case Draining():
+            return pb.SessionResponse(draining=pb.Draining(deadline_ms=notice.deadline_ms))
+
+
+def responses(rows: StepRows) -> list[pb.GenerateResponse]:
+    """The same rows for a Generate stream, where a handle is the index of a choice."""
+    answers = []
+    offset = 0
+    for handle, count in zip(rows.handles, rows.counts, strict=True):
+        stop = offset + 4 * count
+        answers.append(pb.GenerateResponse(index=handle, token_ids=rows.token_ids[offset:stop]))
+        offset = stop
+    for row, entries in rows.logprobs:
+        answers[row].logprobs.extend(map(_token_logprobs, entries))
+    for row, start, scores in rows.prompt_logprobs:
+        if not answers[row].prompt_logprobs:
+            answers[row].prompt_logprobs_start = start
+        answers[row].prompt_logprobs.extend(map(_token_logprobs, scores))
+    for row, finish in rows.finished:
+        answers[row].finish.CopyFrom(_finish(finish))
+    for row, start, canvas in rows.canvas:
+        answers[row].canvas.CopyFrom(_canvas(0, start, canvas))
+    return answers
+
+
+def load(now: core.Load) -> pb.Load:
+    return pb.Load(**now._asdict())
+
+
+def _token_logprobs(entry: TokenLogprobs | None) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(**entry._asdict()) if entry is not None else pb.TokenLogprobs()
+
+
+def _canvas(row: int, start: int, canvas: Canvas) -> pb.CanvasRow:
+    return pb.CanvasRow(
+        row=row,
+        block_start=start,
+        token_ids=pack(canvas.token_ids),
+        fixed=bytes(canvas.fixed),
+        denoise_step=canvas.step,
+    )
+
+
+def pack(token_ids: Sequence[int]) -> bytes:
+    return b"".join([token.to_bytes(4, "little") for token in token_ids])
+
+
+def _finish(finish: core.Finish) -> pb.Finish:
+    times = finish.timings
+    return pb.Finish(
+        reason=int(finish.reason),  # type: ignore[arg-type]
+        stop_token_id=finish.stop_token_id,
+        detail=finish.detail,
+        usage=pb.Usage(**finish.usage._asdict()),
+        timings=pb.Timings(
+            arrival_unix_ns=epoch_ns(times.arrival_ns),
+            queue_ns=times.queue_ns,
+            prefill_ns=times.prefill_ns,
+            decode_ns=times.decode_ns,
+        ),
+    )
+
+
+def _failed(handle: int, error: ServiceError) -> pb.Failed:
+    return pb.Failed(
+        handle=handle,
+        code=error.grpc_code,
+        message=error.message,
+        reason=error.reason,
+        param=error.param or "",
+        retriable=error.retriable,
+        retry_after_ms=error.retry_after_ms or 0,
+        metadata=error.facts,
+    )
+
+
+# ---------------------------------------------------------------- information
+
+
+def state_response(now: Snapshot) -> pb.WatchStateResponse:
+    return pb.WatchStateResponse(
+        revision=now.revision,
+        state=int(now.state),  # type: ignore[arg-type]
+        detail=now.detail,
+        load=load(now.load),
+    )
+
+
+def abort_response(outcomes: Mapping[str, bool | None]) -> pb.AbortResponse:
+    """True: aborted; False: it had ended before; None: unknown."""
+    names = {True: pb.ABORT_OUTCOME_ABORTED, False: pb.ABORT_OUTCOME_ALREADY_DONE}
+    found = {key: names.get(one, pb.ABORT_OUTCOME_UNKNOWN) for key, one in outcomes.items()}  # type: ignore[arg-type]
+    return pb.AbortResponse(outcomes=found)
+
+
+def manifest(sha256: str, files: Sequence[tuple[str, int]]) -> pb.GetTokenizerResponse:
+    listed = [pb.TokenizerFile(name=name, size=size) for name, size in files]
+    return pb.GetTokenizerResponse(manifest=pb.TokenizerManifest(sha256=sha256, files=listed))
+
+
+def chunk(index: int, content: bytes) -> pb.GetTokenizerResponse:
+    return pb.GetTokenizerResponse(chunk=pb.TokenizerChunk(file=index, content=content))
+
+
+def engine_info(
+    facts: core.EngineFacts, *, instance_id: str, version: str, sha256: str, max_bytes: int
+) -> pb.GetEngineInfoResponse:
+    """`started_unix_ns` is left to the caller, who knows it."""
+    sampling = facts.default_sampling
+    defaults = {n: v for n in SCALARS if (v := getattr(sampling, n)) is not None}
+    knobs = Struct()
+    knobs.update(dict[str, Any](facts.default_params))
+    return pb.GetEngineInfoResponse(
+        instance_id=instance_id,
+        model_id=facts.model_id,
+        weight_version=facts.weight_version,
+        architecture=facts.architecture,
+        engine_version=version,
+        tokenizer_sha256=sha256,
+        limits=limits(facts, max_bytes),
+        decoding=pb.DecodingInfo(
+            default_method=facts.default_method,
+            methods=facts.methods,
+            block_length=facts.block_length,
+            mask_token_id=facts.mask_token_id,
+            default_params=knobs,
+        ),
+        cache=pb.CacheInfo(
+            page_size=facts.page_size,
+            num_pages=facts.num_pages,
+            prefix_caching=facts.prefix_caching,
+        ),
+        dtype=facts.dtype,
+        device=facts.device,
+        tensor_parallel_size=1,
+        features=FEATURES,
+        default_sampling=pb.SamplingParams(**defaults),
+        eos_token_ids=facts.eos_token_ids,
+    )

@@ -1,0 +1,280 @@
+"""The server's end of the pipe: commands in, step outputs out to the streams that own the rows.
+
+It knows keys, routes and outlets; it does not know gRPC or protobuf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
+
+from engine_service.core.messages import (
+    Abort,
+    Fatal,
+    Finish,
+    FinishReason,
+    Progress,
+    Ready,
+    Reject,
+    Shutdown,
+    StepOutput,
+    Submit,
+)
+from engine_service.pipe import Unframer, frame
+from engine_service.server.outlet import TOKEN_BYTES, StepRows
+from engine_service.server.state import NO_LOAD
+from tidemill.runtime.errors import EngineDead, ServiceError
+
+_REMEMBERED = 16_384  # request ids of ended requests that Abort still knows
+
+
+class Sink(Protocol):
+    """Who owns the rows of a stream. Neither method may block."""
+
+    def step(self, rows: StepRows) -> None:
+        """Tokens and finishes of this stream's handles."""
+
+    def failed(self, handle: int, error: ServiceError) -> None:
+        """The one terminal event of a handle that gets no Finish."""
+
+
+class _Nobody:
+    def step(self, rows: StepRows) -> None:
+        """The stream that asked is gone."""
+
+    def failed(self, handle: int, error: ServiceError) -> None:
+        """The stream that asked is gone."""
+
+
+_NOBODY = _Nobody()
+Ended = Callable[[Finish | ServiceError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where the rows of one key go; `ended` is called once, with what ended it."""
+
+    sink: Sink
+    handle: int
+    request_id: str
+    ended: Ended
+
+
+class CoreListener(Protocol):
+    """Who is told about the core's life."""
+
+    def progressed(self, progress: Progress) -> None: ...
+
+    def ready(self, ready: Ready) -> None: ...
+
+    def lost(self, error: EngineDead) -> None: ...
+
+
+class CoreClient(asyncio.Protocol):
+    """Routes every key from its Submit to its one terminal event, whatever happens in between."""
+
+    def __init__(self, listener: CoreListener, *, post_mortem: Callable[[], str]) -> None:
+        """`post_mortem` says how the core's process ended; asked once, when the pipe closes."""
+        self._listener = listener
+        self._post_mortem = post_mortem
+        self._unframer = Unframer()
+        self._transport: asyncio.Transport | None = None
+        self._commands: list[Submit | Abort | Shutdown] = []
+        self._keys = itertools.count(1)
+        self._routes: dict[int, Route] = {}
+        self._live_ids: dict[str, set[int]] = {}
+        self._ended_ids: OrderedDict[str, None] = OrderedDict()
+        self._split: tuple[list[int], list[tuple[Sink, list[int], list[int]]]] = ([], [])
+        self._last_words = ""
+        self._heard_ns = time.monotonic_ns()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.load = NO_LOAD
+        self.finished: Counter[FinishReason] = Counter()
+        self.lost: EngineDead | None = None
+
+    async def open(self, sock: socket.socket) -> None:
+        """Starts to serve `sock`, which it owns from now on."""
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: self, sock)
+
+    def tell(self, message: object) -> None:
+        """Sends one message outside the batches: the configuration, first of all."""
+        assert self._transport is not None, "the pipe is not open"
+        self._transport.write(frame([message]))
+
+    def submit(self, submit: Submit, sink: Sink, handle: int, *, ended: Ended) -> int:
+        """Hands a sequence to the core under a new key; `submit.key` is ignored."""
+        if self.lost is not None:
+            raise self.lost
+        key = next(self._keys)
+        self._routes[key] = Route(sink, handle, submit.request_id, ended)
+        self._live_ids.setdefault(submit.request_id, set()).add(key)
+        self._idle.clear()
+        self._send(replace(submit, key=key))
+        return key
+
+    def abort(self, abort: Abort) -> None:
+        """The terminal event still comes, once the core has collected the step in flight."""
+        if abort.key in self._routes:
+            self._send(abort)
+
+    def release(self, key: int, reason: FinishReason = FinishReason.ABORTED) -> None:
+        """Its stream is gone: aborts the sequence, and nobody hears of it any more."""
+        route = self._routes.get(key)
+        if route is not None:
+            self._routes[key] = replace(route, sink=_NOBODY)
+            self._split = ([], [])
+            self._send(Abort(key, reason))
+
+    def abort_request(self, request_id: str) -> bool | None:
+        """True: aborted; False: it had ended before; None: never heard of (or long ago)."""
+        keys = self._live_ids.get(request_id)
+        for key in keys or ():
+            self._send(Abort(key))
+        return True if keys else (False if request_id in self._ended_ids else None)
+
+    def shutdown(self) -> None:
+        self._send(Shutdown())
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._routes)
+
+    @property
+    def silence_ms(self) -> int:
+        """How long the core has said nothing although it has work."""
+        return (time.monotonic_ns() - self._heard_ns) // 1_000_000 if self._routes else 0
+
+    async def idle(self) -> None:
+        """Waits until every sequence has ended."""
+        await self._idle.wait()
+
+    def fail_all(self, error: ServiceError) -> None:
+        """Ends every live sequence with `error`; what the core still says of them is dropped."""
+        for key in list(self._routes):
+            self._fail(key, error)
+
+    # ------------------------------------------------------------ asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_ns = time.monotonic_ns()
+        for event in self._unframer.feed(data):
+            match event:
+                case StepOutput():
+                    self._deliver(event)
+                case Reject():
+                    self._fail(event.key, event.error)
+                case Progress():
+                    self._listener.progressed(event)
+                case Ready():
+                    self._listener.ready(event)
+                case Fatal():
+                    self._last_words = event.message
+                case _:
+                    raise TypeError(f"the core sent a {type(event).__name__}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        cause = self._last_words or self._post_mortem()
+        self.lost = EngineDead(f"the engine core is gone: {cause}")
+        self.fail_all(self.lost)
+        self._listener.lost(self.lost)
+
+    # ------------------------------------------------------------ inside
+
+    def _send(self, command: Submit | Abort | Shutdown) -> None:
+        """Commands of one turn of the event loop share a frame."""
+        if not self._commands:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._commands.append(command)
+
+    def _flush(self) -> None:
+        commands, self._commands = self._commands, []
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame(commands))
+
+    def _deliver(self, output: StepOutput) -> None:
+        self.load = output.load
+        if output.keys != self._split[0]:
+            self._split = (output.keys, self._group(output.keys))
+        groups = self._split[1]
+        if len(groups) == 1 and len(groups[0][1]) == len(output.keys):
+            sink, handles, _ = groups[0]
+            sink.step(StepRows(output.seq, handles, *output[2:8]))
+        else:
+            offsets = list(itertools.accumulate(output.counts, initial=0))
+            for sink, handles, rows in groups:
+                sink.step(_select(output, handles, rows, offsets))
+        for row, finish in output.finished:
+            self._end(output.keys[row], finish)
+
+    def _group(self, keys: list[int]) -> list[tuple[Sink, list[int], list[int]]]:
+        """(sink, handles, rows) per stream. The same rows run for many steps: made once for all."""
+        groups: dict[int, tuple[Sink, list[int], list[int]]] = {}
+        for row, key in enumerate(keys):
+            route = self._routes.get(key)
+            if route is None:
+                continue
+            group = groups.setdefault(id(route.sink), (route.sink, [], []))
+            group[1].append(route.handle)
+            group[2].append(row)
+        return list(groups.values())
+
+    def _fail(self, key: int, error: ServiceError) -> None:
+        route = self._end(key, error)
+        if route is not None:
+            route.sink.failed(route.handle, error)
+
+    def _end(self, key: int, outcome: Finish | ServiceError) -> Route | None:
+        route = self._routes.pop(key, None)
+        if route is None:
+            return None
+        reason = outcome.reason if isinstance(outcome, Finish) else FinishReason.ERROR
+        self.finished[reason] += 1
+        self._split = ([], [])
+        keys = self._live_ids[route.request_id]
+        keys.discard(key)
+        if not keys:
+            del self._live_ids[route.request_id]
+            self._ended_ids[route.request_id] = None
+            if len(self._ended_ids) > _REMEMBERED:
+                self._ended_ids.popitem(last=False)
+        if not self._routes:
+            self._idle.set()
+        route.ended(outcome)
+        return route
+
+
+def _select(
+    output: StepOutput, handles: list[int], rows: list[int], offsets: list[int]
+) -> StepRows:
+    """The part of a step that belongs to one stream."""
+    size, tokens, counts = TOKEN_BYTES, output.token_ids, output.counts
+    picked = [tokens[offsets[row] * size : offsets[row + 1] * size] for row in rows]
+    sparse: dict[int, int] = {}
+    if output.logprobs or output.prompt_logprobs or output.finished or output.canvas:
+        sparse = {row: i for i, row in enumerate(rows)}
+    return StepRows(
+        seq=output.seq,
+        handles=handles,
+        counts=[counts[row] for row in rows],
+        token_ids=b"".join(picked),
+        logprobs=[(sparse[r], entry) for r, entry in output.logprobs if r in sparse],
+        prompt_logprobs=[
+            (sparse[r], at, entry) for r, at, entry in output.prompt_logprobs if r in sparse
+        ],
+        finished=[(sparse[r], entry) for r, entry in output.finished if r in sparse],
+        canvas=[(sparse[r], at, entry) for r, at, entry in output.canvas if r in sparse],
+    )

@@ -1,0 +1,149 @@
+"""The front desk: the state that every servicer of the engine shares, and who may come in.
+
+It does not know gRPC; it is the listener of the core client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from typing import Protocol
+
+from engine_service.config import EngineConfig
+from engine_service.core.messages import EngineFacts, Progress, Ready, Submit
+from engine_service.server.core_client import CoreClient, Sink
+from engine_service.server.outlet import Draining, LoadReport
+from engine_service.server.request_trace import trace_request
+from engine_service.server.state import SERVING, EngineState, StateBoard
+from engine_service.server.tokenizer_files import TokenizerFiles, read_tokenizer
+from tidemill.runtime.errors import EngineDead, ServiceError, Unavailable
+from tidemill.runtime.telemetry import Tracer
+
+_TICK_S = 0.25  # WatchState pushes derived changes at most four times a second
+_TICKS_PER_REPORT = 8  # the session's heartbeat: every two seconds
+_LOG = logging.getLogger("tidemill.engine")
+
+
+class OpenSession(Protocol):
+    """What the desk needs of a session."""
+
+    def notify(self, notice: LoadReport | Draining) -> None: ...
+
+    def close(self, error: ServiceError | None = None) -> None: ...
+
+    def abort_all(self) -> list[str]: ...
+
+
+class Desk:
+    """Everything between start-up and shutdown that is not one stream's own."""
+
+    def __init__(
+        self, config: EngineConfig, *, tracer: Tracer, post_mortem: Callable[[], str]
+    ) -> None:
+        self.config = config
+        self.instance_id = uuid.uuid4().hex
+        self.started_unix_ns = time.time_ns()
+        self.board = StateBoard()
+        self.core = CoreClient(self, post_mortem=post_mortem)
+        self.dead = asyncio.Event()
+        self.facts: EngineFacts | None = None
+        self.tokenizer: TokenizerFiles | ServiceError | None = None
+        self.sessions: dict[str, OpenSession] = {}
+        self._session_numbers = itertools.count(1)
+        self._tracer = tracer
+        self._opening: asyncio.Task[None] | None = None
+
+    def open_facts(self) -> EngineFacts:
+        """The facts, once the engine is up; raises Unavailable naming the stage before that."""
+        if self.core.lost is not None:
+            raise self.core.lost
+        if self.facts is None or self.board.state < EngineState.READY:
+            raise Unavailable(
+                f"the engine is still starting: {self.board.snapshot.detail}",
+                reason="STARTING",
+                retry_after_ms=1000,
+            )
+        return self.facts
+
+    def check_open(self) -> EngineFacts:
+        """Like `open_facts`, and raises Unavailable when no new work is taken."""
+        facts = self.open_facts()
+        if self.board.state not in SERVING:
+            raise Unavailable(
+                "the engine is draining and takes no new requests; send them to another one",
+                reason="DRAINING",
+                retry_after_ms=1000,
+            )
+        return facts
+
+    def submit(self, submit: Submit, sink: Sink, handle: int, trace: tuple[str, str]) -> int:
+        """Starts a sequence; `trace` is the caller's (traceparent, tracestate)."""
+        self.check_open()
+        ended = trace_request(self._tracer, submit, trace)
+        return self.core.submit(submit, sink, handle, ended=ended)
+
+    def enter(self, session: OpenSession) -> str:
+        """Registers a session and returns its id."""
+        session_id = f"{self.instance_id}/{next(self._session_numbers)}"
+        self.sessions[session_id] = session
+        return session_id
+
+    def leave(self, session_id: str) -> None:
+        self.sessions.pop(session_id, None)
+
+    async def tick(self) -> None:
+        """Derives READY and BUSY from the load and sends heartbeats; runs until cancelled."""
+        for turn in itertools.count(1):
+            await asyncio.sleep(_TICK_S)
+            self.board.observe(self.core.load, self._finished_text())
+            if turn % _TICKS_PER_REPORT == 0:
+                report = LoadReport(self.core.load, self.core.silence_ms)
+                for session in self.sessions.values():
+                    session.notify(report)
+
+    def drain(self) -> None:
+        """No new work from here on; sessions are told."""
+        self.board.move(EngineState.DRAINING, f"{self.core.num_live} requests still run")
+        notice = Draining(int(self.config.drain_timeout_s * 1000))
+        for session in self.sessions.values():
+            session.notify(notice)
+
+    def close_sessions(self, error: ServiceError | None = None) -> None:
+        for session in list(self.sessions.values()):
+            session.close(error)
+
+    def _finished_text(self) -> str:
+        """The counters of ended requests, for people and tests: `finished: length=3 deadline=1`."""
+        counts = sorted(self.core.finished.items())
+        return "finished: " + (" ".join(f"{r.name.lower()}={n}" for r, n in counts) or "none yet")
+
+    # ------------------------------------------------------------ CoreListener
+
+    def progressed(self, progress: Progress) -> None:
+        if self.board.state is EngineState.LOADING:
+            of = f" {progress.done}/{progress.total}" if progress.total else ""
+            self.board.move(EngineState.LOADING, progress.stage + of)
+
+    def ready(self, ready: Ready) -> None:
+        self._opening = asyncio.create_task(self._open(ready.engine))
+
+    async def _open(self, facts: EngineFacts) -> None:
+        try:
+            folder = self.config.tokenizer or facts.tokenizer_dir
+            self.tokenizer = await asyncio.to_thread(read_tokenizer, folder)
+        except ServiceError as error:
+            self.tokenizer = error
+            _LOG.warning("%s", error)
+        self.facts = facts
+        if self.board.state is EngineState.LOADING:
+            self.board.move(EngineState.READY, self._finished_text())
+
+    def lost(self, error: EngineDead) -> None:
+        self.dead.set()
+        if self.board.state not in (EngineState.SHUTDOWN, EngineState.ERROR):
+            self.board.move(EngineState.ERROR, error.message)
+            self.close_sessions(error)

@@ -1,0 +1,73 @@
+"""One Generate call: n sequences of one request, one stream of responses tagged by index.
+
+It does not know the core's pipe.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from engine_service.core.messages import FinishReason, Submit
+from engine_service.server.convert import to_choices
+from engine_service.server.convert_out import responses
+from engine_service.server.desk import Desk
+from engine_service.server.outlet import Failure, Outlet, StepRows
+from tidemill.runtime.errors import ServiceError
+
+_CLOCK_SLACK_NS = 5_000_000  # a client's own deadline timer may fire this much before ours
+
+
+class Generation:
+    """The sequences of one call; a failing one ends the call and the others with it."""
+
+    def __init__(self, desk: Desk, stream: Any) -> None:
+        self._desk = desk
+        self._stream = stream
+        self._outlet = Outlet()
+        self._keys: dict[int, int] = {}
+        self._deadline_ns: int | None = None
+
+    async def run(self, request: Any) -> None:
+        """Raises the ServiceError that is the call's status."""
+        self._desk.check_open()
+        submits = to_choices(request, self._stream.time_remaining())
+        try:
+            self._start(submits, (request.spec.traceparent, request.spec.tracestate))
+            while items := await self._outlet.take():
+                for item in items:
+                    if isinstance(item, Failure):
+                        raise item.error
+                    if isinstance(item, StepRows):
+                        for response in responses(item):
+                            await self._stream.write(response)
+        finally:
+            self._release_all()
+
+    def _start(self, submits: list[Submit], trace: tuple[str, str]) -> None:
+        self._deadline_ns = submits[0].deadline_ns
+        for index, submit in enumerate(submits):
+            self._keys[index] = self._desk.submit(submit, self, index, trace)
+
+    def _release_all(self) -> None:
+        """gRPC cancels the call when its deadline passes: that is a DEADLINE, not an abort."""
+        late = self._deadline_ns is not None
+        late = late and time.monotonic_ns() >= (self._deadline_ns or 0) - _CLOCK_SLACK_NS
+        reason = FinishReason.DEADLINE if late else FinishReason.ABORTED
+        for key in self._keys.values():
+            self._desk.core.release(key, reason)
+        self._keys.clear()
+
+    # ------------------------------------------------------------ Sink
+
+    def step(self, rows: StepRows) -> None:
+        self._outlet.put(rows)
+        for row, _ in rows.finished:
+            self._keys.pop(rows.handles[row], None)
+        if not self._keys:
+            self._outlet.close()
+
+    def failed(self, handle: int, error: ServiceError) -> None:
+        self._keys.pop(handle, None)
+        self._outlet.notify(Failure(handle, error))
+        self._outlet.close()

@@ -1,0 +1,174 @@
+"""The life of an engine server: start, serve, drain, stop, and what happens when the core dies.
+
+It does not know models; the rank process does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+
+import grpc
+
+from engine_service.config import EngineConfig
+from engine_service.server.desk import Desk
+from engine_service.server.rank_process import RANK_MODULE, RankProcess
+from engine_service.server.servicer import EngineServicer
+from engine_service.server.servicer_info import AdminServicer, InfoServicer, KvEventServicer
+from engine_service.server.state import SERVING, EngineState, Snapshot
+from tidemill.runtime.errors import Unavailable
+from tidemill.runtime.health import Health
+from tidemill.runtime.parsing import MalformedRequests
+from tidemill.runtime.rpc import bind, server_options
+from tidemill.runtime.telemetry import Tracer
+from tidemill.v1 import engine_pb2_grpc
+
+_SERVICES = ("EngineService", "EngineInfoService", "KvEventService", "AdminService")
+_NAMES = tuple(f"tidemill.v1.{name}" for name in _SERVICES)
+_CLOSING_S = 1.0  # for streams to send what they still hold; core death must exit within 2 s
+_LOG = logging.getLogger("tidemill.engine")
+
+
+class EngineServer:
+    """A running engine server. `port` is the bound one; `desk` is for tests and benches."""
+
+    def __init__(self, config: EngineConfig, rank: RankProcess) -> None:
+        self._config = config
+        self._rank = rank
+        self._tracer = Tracer("tidemill-engine", config.otlp_endpoint)
+        self.desk = Desk(config, tracer=self._tracer, post_mortem=rank.post_mortem)
+        self._health = Health(("", "liveness", "readiness", *_NAMES))
+        self._server = grpc.aio.server(
+            interceptors=(MalformedRequests(),), options=server_options(config.max_message_bytes)
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        self.port = 0
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        rank_module: str = RANK_MODULE,
+        on_state: Callable[[Snapshot], None] | None = None,
+    ) -> EngineServer:
+        """Binds the port at once and loads behind it; FailedPrecondition when the port is taken.
+
+        The rank is spawned before any gRPC object exists. `on_state` hears every state change.
+        """
+        rank = RankProcess(rank_module)
+        try:
+            server = cls(config, rank)
+            await server._open(on_state)
+        except BaseException:
+            rank.sock.close()
+            await asyncio.to_thread(rank.stop, 0.0)
+            raise
+        return server
+
+    async def _open(self, on_state: Callable[[Snapshot], None] | None) -> None:
+        config, desk, server = self._config, self.desk, self._server
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(desk), server)
+        engine_pb2_grpc.add_EngineInfoServiceServicer_to_server(InfoServicer(desk), server)
+        engine_pb2_grpc.add_KvEventServiceServicer_to_server(KvEventServicer(), server)
+        engine_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(), server)
+        self._health.register(server, reflection=_NAMES if config.reflection else ())
+        self.port = bind(server, config.host, config.engine_port, flag="--engine-port")
+        await server.start()
+        await desk.core.open(self._rank.sock)
+        desk.core.tell(config)
+        desk.board.move(EngineState.LOADING, "starting the core process")
+        self._tasks = [
+            asyncio.create_task(self._follow(on_state)),
+            asyncio.create_task(desk.tick()),
+        ]
+
+    async def _follow(self, on_state: Callable[[Snapshot], None] | None) -> None:
+        """Health follows the state: alive until the core is dead, ready only while serving."""
+        last = None
+        async for snapshot in self.desk.board.watch():
+            alive = snapshot.state not in (EngineState.ERROR, EngineState.SHUTDOWN)
+            ready = snapshot.state in SERVING
+            self._health.set("liveness", alive)
+            for name in ("", "readiness", *_NAMES):
+                self._health.set(name, ready)
+            if on_state is not None and snapshot[1:3] != last:
+                on_state(snapshot)
+            last = snapshot[1:3]
+
+    async def run(self) -> int:
+        """Serves until SIGTERM, SIGINT or the core's death; returns the exit status."""
+        stop = asyncio.Event()
+        hurry = asyncio.Event()
+
+        def signalled() -> None:
+            (hurry if stop.is_set() else stop).set()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, signalled)
+        if not await _first(stop, self.desk.dead):
+            await self._stop_after_death()
+            return 1
+        drained = asyncio.create_task(self.drain())
+        second = asyncio.create_task(hurry.wait())
+        await asyncio.wait({drained, second}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (drained, second):
+            task.cancel()
+        await asyncio.gather(drained, second, return_exceptions=True)
+        await self.stop()
+        return 1 if self.desk.board.state is EngineState.ERROR else 0
+
+    async def drain(self) -> None:
+        """Refuses new requests and waits for the running ones, at most `drain_timeout_s`.
+
+        What still runs then ends with UNAVAILABLE behind its partial output.
+        """
+        desk = self.desk
+        desk.drain()
+        try:
+            await asyncio.wait_for(desk.core.idle(), self._config.drain_timeout_s)
+        except TimeoutError:
+            desk.core.fail_all(
+                Unavailable(
+                    f"the engine is shutting down and {self._config.drain_timeout_s:g} s of "
+                    "draining are over; send the request to another engine",
+                    reason="DRAIN_TIMEOUT",
+                    retry_after_ms=1000,
+                )
+            )
+
+    async def stop(self) -> None:
+        """Ends the streams, then the core, then the spans' exporter."""
+        desk = self.desk
+        if desk.board.state in SERVING or desk.board.state < EngineState.READY:
+            desk.drain()
+        if desk.board.state is EngineState.DRAINING:
+            desk.board.move(EngineState.SHUTDOWN, "stopped")
+        desk.close_sessions(desk.core.lost)
+        await self._server.stop(_CLOSING_S)
+        desk.core.shutdown()
+        await asyncio.sleep(0)
+        await asyncio.to_thread(self._rank.stop, _CLOSING_S)
+        desk.core.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._tracer.stop)
+
+    async def _stop_after_death(self) -> None:
+        assert self.desk.core.lost is not None
+        _LOG.error("%s; this process ends, restart it", self.desk.core.lost)
+        await self.stop()
+
+
+async def _first(wanted: asyncio.Event, other: asyncio.Event) -> bool:
+    """Waits for either; True when `wanted` is set."""
+    tasks = [asyncio.create_task(event.wait()) for event in (wanted, other)]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return wanted.is_set() and not other.is_set()

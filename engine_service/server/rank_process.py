@@ -1,0 +1,57 @@
+"""Starts rank 0 as a process of its own and tells how it ended.
+
+It does not know what the rank does; the pipe carries everything.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from engine_service import pipe
+
+RANK_MODULE = "engine_service.rank"
+_ROOT = Path(__file__).parents[2]
+
+
+class RankProcess:
+    """A fresh interpreter (never a fork: gRPC and CUDA do not survive one) and our pipe end."""
+
+    def __init__(self, module: str = RANK_MODULE) -> None:
+        self.sock, theirs = pipe.pair()
+        paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def post_mortem(self) -> str:
+        """How the process ended; call it when the pipe is closed. Waits for at most 0.2 s."""
+        code = self._wait(0.2)
+        if code is None:
+            return "it closed its pipe but still runs"
+        if code < 0:
+            return f"its process (pid {self.pid}) was killed by {signal.Signals(-code).name}"
+        return f"its process (pid {self.pid}) ended with status {code}"
+
+    def stop(self, grace_s: float) -> None:
+        """Waits for the process to leave by itself, then kills it. Blocking."""
+        if self._wait(grace_s) is None:
+            self._process.kill()
+            self._process.wait()
+
+    def _wait(self, timeout_s: float) -> int | None:
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None

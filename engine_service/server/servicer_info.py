@@ -1,0 +1,87 @@
+"""EngineInfoService, and the services whose RPCs this engine answers with UNIMPLEMENTED.
+
+It does not know requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from engine_service.server import convert_out
+from engine_service.server.desk import Desk
+from engine_service.server.tokenizer_files import TokenizerFiles
+from tidemill.runtime.errors import ServiceError, Unsupported
+from tidemill.runtime.rpc import abort, answering
+from tidemill.v1 import engine_pb2_grpc
+
+Handler = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+class InfoServicer(engine_pb2_grpc.EngineInfoServiceServicer):
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def GetEngineInfo(self, request: Any, context: Any) -> Any:
+        async with answering(context):
+            desk = self._desk
+            facts, found = desk.open_facts(), desk.tokenizer
+            answer = convert_out.engine_info(
+                facts,
+                instance_id=desk.instance_id,
+                version=_version(),
+                sha256=found.sha256 if isinstance(found, TokenizerFiles) else "",
+                max_bytes=desk.config.max_message_bytes,
+            )
+            answer.started_unix_ns = desk.started_unix_ns
+            return answer
+
+    async def GetTokenizer(self, request: Any, context: Any) -> None:
+        async with answering(context):
+            self._desk.open_facts()
+            found = self._desk.tokenizer
+            if isinstance(found, ServiceError):
+                raise found
+            assert found is not None, "the tokenizer is read before the engine is ready"
+            await context.write(convert_out.manifest(found.sha256, found.files))
+            chunks = found.chunks()
+            while (piece := await asyncio.to_thread(next, chunks, None)) is not None:
+                await context.write(convert_out.chunk(*piece))
+
+    async def WatchState(self, request: Any, context: Any) -> None:
+        async with answering(context):
+            async for snapshot in self._desk.board.watch():
+                await context.write(convert_out.state_response(snapshot))
+
+
+def _version() -> str:
+    try:
+        return version("tidemill")
+    except PackageNotFoundError:
+        return "0+checkout"
+
+
+def _unserved(rpc: str, what: str) -> Handler:
+    async def refuse(self: Any, request: Any, context: Any) -> None:
+        await abort(context, Unsupported(f"{rpc}: this engine does not serve {what} yet"))
+
+    return refuse
+
+
+class KvEventServicer(engine_pb2_grpc.KvEventServiceServicer):
+    Subscribe = _unserved("KvEventService.Subscribe", "KV events")
+
+
+class AdminServicer(engine_pb2_grpc.AdminServiceServicer):
+    LoadAdapter = _unserved("AdminService.LoadAdapter", "adapters")
+    UnloadAdapter = _unserved("AdminService.UnloadAdapter", "adapters")
+    ListAdapters = _unserved("AdminService.ListAdapters", "adapters")
+    FlushCache = _unserved("AdminService.FlushCache", "flushing the prefix cache")
+    Drain = _unserved("AdminService.Drain", "draining by RPC (send SIGTERM)")
+    Pause = _unserved("AdminService.Pause", "pausing")
+    Resume = _unserved("AdminService.Resume", "pausing")
+    StartProfile = _unserved("AdminService.StartProfile", "profiling")
+    StopProfile = _unserved("AdminService.StopProfile", "profiling")
+    SetTraceLevel = _unserved("AdminService.SetTraceLevel", "trace levels")

@@ -1,0 +1,102 @@
+"""An executor without a model: a fixed step time, and tokens that depend on request and position.
+
+It isolates everything above the kernels, for benchmarks and tests; no torch.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from typing import NamedTuple
+
+from engine_service.core.step import Decision, NewRow, Span, StepPlan, TokenLogprobs
+from engine_service.core.strategy import ExecutorLimits
+
+_STRIDE = 7919
+_CHOICE_STRIDE = 104_729
+
+
+def first_token_seed(prompt: bytes, choice: int) -> int:
+    """What a sequence's tokens are made from: its prompt (packed ids) and its choice index."""
+    return zlib.crc32(prompt) + choice * _CHOICE_STRIDE
+
+
+class _Row(NamedTuple):
+    seed: int
+    prompt: list[int]
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+
+class Flight(NamedTuple):
+    """A step on its way: what it will decide, and when it is over (monotonic seconds)."""
+
+    decisions: list[Decision | None]
+    due: float
+
+
+class SimulatedExecutor:
+    """Implements core.strategy.Executor. Each step takes `step_s` from its launch, like a device
+    that starts at once; every wanted position is decided, and no token of `never` is produced."""
+
+    def __init__(
+        self, limits: ExecutorLimits, *, vocab_size: int, step_s: float, never: frozenset[int]
+    ) -> None:
+        self.limits = limits
+        self._vocab_size = vocab_size
+        self._step_s = step_s
+        self._never = never
+        self._rows: dict[int, _Row] = {}
+
+    def launch(self, plan: StepPlan) -> Flight:
+        """Returns at once."""
+        due = time.monotonic() + self._step_s
+        for new in plan.new_rows:
+            self._rows[new.row] = _row(new)
+        return Flight([self._decide(span) for span in plan.spans], due)
+
+    def collect(self, handle: Flight) -> list[Decision | None]:
+        """Sleeps until the step is over."""
+        left = handle.due - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+        return handle.decisions
+
+    def token(self, seed: int, position: int) -> int:
+        """The token that the sequence with this seed has at an absolute position."""
+        token = (seed + position * _STRIDE) % self._vocab_size
+        while token in self._never:
+            token = (token + 1) % self._vocab_size
+        return token
+
+    def _decide(self, span: Span) -> Decision | None:
+        if span.num_logits == 0:
+            return None
+        row = self._rows[span.row]
+        tokens = [self.token(row.seed, p) for p in range(span.decide_start, span.decide_stop)]
+        logprobs: list[TokenLogprobs | None] | None = None
+        if row.logprobs is not None:
+            logprobs = [self._entry(token, row.logprobs) for token in tokens]
+        scores = None
+        if row.prompt_logprobs is not None:
+            known = row.prompt[span.score_start : span.score_stop]
+            scores = [self._entry(token, row.prompt_logprobs) for token in known]
+        return Decision(tokens, [True] * len(tokens), logprobs, scores)
+
+    def _entry(self, token: int, num_more: int) -> TokenLogprobs:
+        """The token with probability one half, the next ids with halving shares behind it."""
+        ids = tuple((token + i) % self._vocab_size for i in (0, *range(num_more)))
+        shares = (-0.6931472, *(-0.6931472 * (i + 1) for i in range(num_more)))
+        return TokenLogprobs(ids, shares, 1)
+
+
+def _row(new: NewRow) -> _Row:
+    prompt = new.token_ids[: new.prompt_len]
+    packed = b"".join([token.to_bytes(4, "little") for token in prompt])
+    sampling = new.sampling
+    return _Row(
+        seed=first_token_seed(packed, sampling.choice),
+        prompt=prompt if sampling.prompt_logprobs is not None else [],
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+    )

@@ -1,0 +1,237 @@
+"""Start, drain, death and ports of the engine server; processes are real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from engine_service.core.messages import FinishReason
+from engine_service.server.launch import EngineServer
+from engine_service.server.state import EngineState
+from tests.service.engine_fixtures import (
+    FAKE,
+    config,
+    engine,
+    info,
+    rest,
+    session,
+    spec,
+    stubs,
+    until,
+)
+from tidemill.runtime.errors import FailedPrecondition
+from tidemill.runtime.rpc import to_error
+from tidemill.v1 import engine_pb2 as pb
+
+SERVING, NOT_SERVING = 1, 2
+
+
+async def check(server: EngineServer, name: str) -> int:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+        return int(answer.status)
+
+
+async def test_the_port_answers_while_loading() -> None:
+    async with engine(model="fake-slow", wait=False) as server, stubs(server) as stub:
+        await until(lambda: "weights" in server.desk.board.snapshot.detail)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(pb.GenerateRequest(spec=spec(1))).read()
+        error = to_error(caught.value)
+        assert (error.grpc_code, error.reason) == (14, "STARTING")
+        assert "loading weights 1/4" in error.message
+        assert await check(server, "liveness") == SERVING
+        assert await check(server, "readiness") == NOT_SERVING
+        await until(lambda: server.desk.board.state is EngineState.READY)
+        await asyncio.sleep(0.05)
+        for name in ("readiness", "", "tidemill.v1.EngineService"):
+            assert await check(server, name) == SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await check(server, "nobody")
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_watch_state_snapshot_then_changes() -> None:
+    async with engine() as server, info(server) as stub, stubs(server) as work:
+        watch = stub.WatchState(pb.WatchStateRequest())
+        first = await watch.read()
+        assert first.state == pb.ENGINE_STATE_READY
+        call = work.Generate(pb.GenerateRequest(spec=spec(1, max_tokens=600), n=6))
+        seen = [first]
+        while seen[-1].state != pb.ENGINE_STATE_BUSY:
+            seen.append(await asyncio.wait_for(watch.read(), 5))
+        while seen[-1].state == pb.ENGINE_STATE_BUSY:
+            seen.append(await asyncio.wait_for(watch.read(), 10))
+        revisions = [one.revision for one in seen]
+        assert revisions == sorted(set(revisions))
+        assert seen[-1].load.waiting == 0
+        call.cancel()
+
+
+async def test_health_watch_lasts() -> None:
+    async with (
+        engine(model="fake-slow", wait=False) as server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="readiness"))
+        assert (await watch.read()).status == NOT_SERVING
+        assert (await asyncio.wait_for(watch.read(), 5)).status == SERVING
+        server.desk.drain()
+        assert (await asyncio.wait_for(watch.read(), 5)).status == NOT_SERVING
+        watch.cancel()
+
+
+async def test_drain_finishes_running_requests_and_refuses_new_ones() -> None:
+    async with engine() as server, stubs(server) as stub, session(stub) as client:
+        await client.submit(1, 10, max_tokens=100)
+        await client.first_token(1)
+        draining = asyncio.create_task(server.drain())
+        await until(lambda: server.desk.board.state is EngineState.DRAINING)
+        await client.submit(2, 20)
+        await client.drain(1, 2)
+        assert client.tokens[1] == list(range(10, 110))
+        refused = client.ends[2][0]
+        assert (refused.code, refused.reason, refused.retriable) == (14, "DRAINING", True)
+        assert any(frame.HasField("draining") for frame in client.frames)
+        await draining
+
+
+async def test_drain_timeout_ends_what_is_left() -> None:
+    async with (
+        engine(drain_timeout_s=0.2) as server,
+        stubs(server) as stub,
+        session(stub) as client,
+    ):
+        await client.submit(1, 10, max_tokens=30_000)
+        await client.first_token(1)
+        await server.drain()
+        await client.drain(1)
+        assert client.ends[1][0].reason == "DRAIN_TIMEOUT"
+        assert client.tokens[1][:3] == [10, 11, 12]
+
+
+async def test_killed_core_ends_every_request_and_says_why() -> None:
+    async with engine() as server, stubs(server) as stub, session(stub) as client:
+        await client.submit(1, 10, max_tokens=30_000)
+        call = stub.Generate(pb.GenerateRequest(spec=spec(1, max_tokens=30_000)))
+        await call.read()
+        os.kill(server._rank.pid, signal.SIGKILL)
+        began = time.monotonic()
+        await client.drain(1)
+        assert client.ends[1][0].reason == "ENGINE_DEAD"
+        assert "SIGKILL" in client.ends[1][0].message
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rest(call)
+        assert to_error(caught.value).reason == "ENGINE_DEAD"
+        assert await client.read_to_status() is grpc.StatusCode.UNAVAILABLE
+        assert time.monotonic() - began < 2.0
+        assert server.desk.board.state is EngineState.ERROR
+        assert server.desk.core.finished[FinishReason.ERROR] == 2
+        await asyncio.sleep(0.05)
+        assert await check(server, "liveness") == NOT_SERVING
+
+
+async def test_last_words_of_a_core_that_cannot_start() -> None:
+    async with engine(model="fake-fatal", wait=False) as server:
+        await until(lambda: server.desk.board.state is EngineState.ERROR)
+        assert "the fake model has no weights" in server.desk.board.snapshot.detail
+
+
+async def test_a_taken_port_is_a_clear_error_and_leaves_no_process() -> None:
+    async with engine() as server:
+        with pytest.raises(FailedPrecondition, match=rf":{server.port}.*--engine-port"):
+            await EngineServer.start(config(engine_port=server.port), rank_module=FAKE)
+
+
+MAIN = """
+import asyncio, sys
+from engine_service.config import EngineConfig
+from engine_service.server.launch import EngineServer
+async def main():
+    config = EngineConfig(model="fake", engine_port=0, simulated_step_ms=2.0, drain_timeout_s=20)
+    server = await EngineServer.start(config, rank_module="tests.service.fake_core")
+    print(server.port, server._rank.pid, flush=True)
+    return await server.run()
+sys.exit(asyncio.run(main()))
+"""
+
+
+class Process:
+    """An engine server in a process of its own, with signal handlers."""
+
+    def __init__(self) -> None:
+        root = Path(__file__).parents[2]
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", MAIN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=root
+        )
+        assert self.popen.stdout is not None
+        self.port, self.rank_pid = map(int, self.popen.stdout.readline().split())
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.popen.kill()
+        self.popen.communicate()
+
+    async def wait(self, timeout_s: float) -> int:
+        code = await asyncio.to_thread(self.popen.wait, timeout_s)
+        await until(lambda: not _alive(self.rank_pid))
+        return code
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def _busy(process: Process, stub: object, max_tokens: int) -> object:
+    call = stub.Generate(
+        pb.GenerateRequest(spec=spec(1, max_tokens=max_tokens)), wait_for_ready=True
+    )
+    try:
+        await call.read()
+    except grpc.aio.AioRpcError:
+        await asyncio.sleep(0.1)
+        return await _busy(process, stub, max_tokens)
+    return call
+
+
+@pytest.mark.parametrize("how", ["sigterm", "twice", "kill-rank", "kill-server"])
+async def test_ends_of_the_process(how: str) -> None:
+    with await asyncio.to_thread(Process) as process:
+        await _end(process, how)
+
+
+async def _end(process: Process, how: str) -> None:
+    async with stubs(process) as stub:
+        call = await _busy(process, stub, 200 if how == "sigterm" else 30_000)
+        if how in ("sigterm", "twice"):
+            process.popen.send_signal(signal.SIGTERM)
+        if how == "sigterm":
+            tokens = await rest(call)
+            assert tokens[-1].finish.reason == pb.FINISH_REASON_LENGTH
+            assert await process.wait(5) == 0
+        elif how == "twice":
+            await asyncio.sleep(0.2)
+            process.popen.send_signal(signal.SIGTERM)
+            assert await process.wait(4) == 0
+        elif how == "kill-rank":
+            os.kill(process.rank_pid, signal.SIGKILL)
+            assert await process.wait(2.5) == 1
+        else:
+            process.popen.kill()
+            assert await process.wait(2) == -signal.SIGKILL
