@@ -1,0 +1,131 @@
+"""Routes beside generation: models, health, metrics, tokenize, version."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from frontend.api.http import JsonResponse, read_body
+from frontend.api.openai_request import parse, to_messages
+from frontend.api.openai_schema import DetokenizeBody, TokenizeBody
+from frontend.desk import FrontDesk
+from frontend.served import ServedModel
+from tidemill import __version__
+from tidemill.runtime.errors import InvalidRequest
+
+
+def admin_routes(desk: FrontDesk) -> APIRouter:
+    """The router; all of it answers while the engine is away, with 503 where it is needed."""
+    router = APIRouter()
+
+    @router.get("/v1/models")
+    async def list_models() -> Response:
+        return JsonResponse({"object": "list", "data": [_card(desk.check_ready())]})
+
+    @router.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> Response:
+        return JsonResponse(_card(desk.model_for(name)))
+
+    @router.get("/health")
+    async def health() -> Response:
+        status = 200 if desk.state == "ready" else 503
+        return JsonResponse(_health(desk), status_code=status, headers=_retry_after(desk))
+
+    @router.get("/health/ready")
+    async def ready() -> Response:
+        status = 200 if desk.state == "ready" else 503
+        return JsonResponse({"status": desk.state}, status_code=status, headers=_retry_after(desk))
+
+    @router.get("/health/live")
+    async def live() -> Response:
+        return JsonResponse({"status": "ok"})
+
+    @router.get("/v1/health")
+    async def v1_health() -> Response:
+        desk.check_ready()
+        return JsonResponse({"status": "ok"})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(desk.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @router.get("/version")
+    async def version() -> Response:
+        return JsonResponse({"version": __version__})
+
+    @router.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = parse(await read_body(request, desk.config.max_body_bytes), TokenizeBody)
+        return JsonResponse(await _tokenize(desk, body))
+
+    @router.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = parse(await read_body(request, desk.config.max_body_bytes), DetokenizeBody)
+        model = desk.model_for(body.model or "")
+        skip = bool(body.skip_special_tokens)
+        text = await desk.detokenize(model, body.tokens, skip_special_tokens=skip)
+        return JsonResponse({"prompt": text})
+
+    return router
+
+
+async def _tokenize(desk: FrontDesk, body: TokenizeBody) -> dict[str, Any]:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("send either prompt or messages", param="prompt")
+    model = desk.model_for(body.model or "")
+    prompt = body.prompt
+    if prompt is None:
+        chat = to_messages(
+            body.messages or [],
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=body.chat_template_kwargs or {},
+        )
+        token_ids = await desk.tokenize(model, chat, body.add_special_tokens)
+    else:
+        token_ids = await desk.tokenize(model, prompt, body.add_special_tokens)
+    answer: dict[str, Any] = {
+        "count": len(token_ids),
+        "max_model_len": model.facts.max_model_len,
+        "tokens": token_ids,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [model.tokenizer.piece(i).text for i in token_ids]
+    return answer
+
+
+def _card(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "tidemill",
+        "root": model.facts.model_id,
+        "parent": None,
+        "max_model_len": model.facts.max_model_len,
+        "default_method": model.facts.default_method,
+        "methods": model.facts.methods,
+    }
+
+
+def _health(desk: FrontDesk) -> dict[str, Any]:
+    model, load = desk.model, desk.engine.load
+    return {
+        "status": desk.state,
+        "engine": {"state": desk.engine.state, "address": desk.config.engine},
+        "last_error": None if desk.engine.state == "ready" else desk.engine.last_error,
+        "model": None if model is None else model.name,
+        "requests": desk.num_live,
+        "running": load.running,
+        "waiting": load.waiting,
+        "kv_cache_usage": load.pages_used / max(1, load.pages_total),
+        "uptime_s": round(time.monotonic() - desk.started, 3),
+        "version": __version__,
+    }
+
+
+def _retry_after(desk: FrontDesk) -> dict[str, str]:
+    return {} if desk.state == "ready" else {"retry-after": "1"}

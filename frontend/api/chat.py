@@ -1,0 +1,92 @@
+"""POST /v1/chat/completions: the shapes of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from frontend.api.chunks import ChunkWriter
+from frontend.api.openai_request import to_chat
+from frontend.api.openai_response import chat_logprobs, prompt_scores_of, usage_of
+from frontend.api.openai_schema import ChatBody
+from frontend.api.sse import Frames
+from frontend.choice import TextDelta
+from frontend.desk import FrontDesk
+from frontend.generation import ChoiceResult
+from frontend.request import Ingress
+
+
+async def complete(desk: FrontDesk, body: ChatBody, ingress: Ingress) -> dict[str, Any]:
+    """The whole answer as one object."""
+    async with desk.generation(to_chat(body), ingress) as generation:
+        results = await generation.collect()
+    answer = {
+        "id": f"chatcmpl-{ingress.request_id}",
+        "object": "chat.completion",
+        "created": ingress.created,
+        "model": generation.model.name,
+        "choices": [_choice(result, body) for result in results],
+        "usage": usage_of(generation.usage),
+    }
+    if body.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = prompt_scores_of(generation, 0)
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = generation.prompts[0].token_ids
+    return answer
+
+
+async def stream(desk: FrontDesk, body: ChatBody, ingress: Ingress) -> AsyncGenerator[bytes, None]:
+    """The answer as events: role, text, finish, and the usage if it was asked for."""
+    async with desk.generation(to_chat(body), ingress) as generation:
+        frames = Frames(
+            id=f"chatcmpl-{ingress.request_id}",
+            object="chat.completion.chunk",
+            created=ingress.created,
+            model=generation.model.name,
+        )
+        writer = ChunkWriter(frames, generation, body)
+        unsent = b""
+        for choice in generation.choices:
+            ids = {"prompt_token_ids": choice.prompt.token_ids} if body.return_token_ids else {}
+            role = {"role": "assistant", "content": ""}
+            unsent += writer.chunk(_delta(choice.index, role), **ids)
+        async for news in generation.deltas():
+            unsent += b"".join([_chunks(writer, delta, body) for delta in news])
+            if unsent:
+                yield unsent
+                unsent = b""
+        if last := writer.last():
+            yield last
+
+
+def _choice(result: ChoiceResult, body: ChatBody) -> dict[str, Any]:
+    choice = {
+        "index": result.index,
+        "message": {"role": "assistant", "content": result.text, "refusal": None},
+        "logprobs": chat_logprobs(result.logprobs) if body.logprobs else None,
+        "finish_reason": result.finish_reason,
+        "stop_reason": result.stop_reason,
+    }
+    if body.return_token_ids:
+        choice["token_ids"] = result.token_ids
+    return choice
+
+
+def _chunks(writer: ChunkWriter, delta: TextDelta, body: ChatBody) -> bytes:
+    """The text of a delta and its finish are two chunks: the finish has an empty delta."""
+    chunks = b"" if delta.canvas is None else writer.canvas(delta)
+    if delta.text or delta.logprobs or (writer.keeps_empty and delta.token_ids):
+        choice = _delta(delta.index, {"content": delta.text})
+        if body.logprobs:
+            choice["logprobs"] = chat_logprobs(delta.logprobs)
+        if body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        chunks += writer.chunk(choice)
+    if delta.finish_reason is not None:
+        choice = _delta(delta.index, {}, delta.finish_reason)
+        chunks += writer.chunk({**choice, "stop_reason": delta.stop_reason})
+    return chunks
+
+
+def _delta(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}

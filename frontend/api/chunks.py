@@ -1,0 +1,44 @@
+"""Chunks of a streamed OpenAI answer: what chat and text completions have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frontend.api.openai_response import canvas_of, usage_of
+from frontend.api.openai_schema import GenerationBody, StreamOptions
+from frontend.api.sse import Frames
+from frontend.choice import TextDelta
+from frontend.generation import Generation
+
+
+class ChunkWriter:
+    """Puts choices into chunks, with the usage where the client asked for it."""
+
+    def __init__(self, frames: Frames, generation: Generation, body: GenerationBody) -> None:
+        wanted = body.stream_options or StreamOptions()
+        self._frames = frames
+        self._generation = generation
+        self._is_continuous = bool(wanted.continuous_usage_stats)
+        self._has_last = bool(wanted.include_usage)
+        self.keeps_empty = body.return_token_ids or self._is_continuous
+        """Whether a delta without text is worth a chunk of its own."""
+
+    def chunk(self, choice: dict[str, Any], **changing: Any) -> bytes:
+        """One choice's news. With include_usage every chunk names the usage, as null."""
+        return self._frames.chunk(choices=[choice], **changing, **self._usage())
+
+    def canvas(self, delta: TextDelta) -> bytes:
+        """The tentative state of a diffusion block, in a chunk without choices."""
+        canvas = canvas_of(delta, self._generation.model)
+        return self._frames.chunk(choices=[], canvas=canvas, **self._usage())
+
+    def last(self) -> bytes:
+        """The usage chunk, if it was asked for; otherwise nothing."""
+        if not self._has_last:
+            return b""
+        return self._frames.chunk(choices=[], usage=usage_of(self._generation.usage))
+
+    def _usage(self) -> dict[str, Any]:
+        if self._is_continuous:
+            return {"usage": usage_of(self._generation.usage)}
+        return {"usage": None} if self._has_last else {}

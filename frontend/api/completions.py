@@ -1,0 +1,99 @@
+"""POST /v1/completions: the shapes of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from frontend.api.chunks import ChunkWriter
+from frontend.api.openai_request import to_completion
+from frontend.api.openai_response import completion_logprobs, prompt_scores_of, usage_of
+from frontend.api.openai_schema import CompletionBody
+from frontend.api.sse import Frames
+from frontend.choice import TextDelta, TextLogprob
+from frontend.desk import FrontDesk
+from frontend.generation import ChoiceResult, Generation
+from frontend.request import Ingress
+
+
+async def complete(desk: FrontDesk, body: CompletionBody, ingress: Ingress) -> dict[str, Any]:
+    """The whole answer as one object."""
+    async with desk.generation(to_completion(body), ingress) as generation:
+        results = await generation.collect()
+    return {
+        "id": f"cmpl-{ingress.request_id}",
+        "object": "text_completion",
+        "created": ingress.created,
+        "model": generation.model.name,
+        "choices": [_choice(result, body, generation) for result in results],
+        "usage": usage_of(generation.usage),
+    }
+
+
+async def stream(
+    desk: FrontDesk, body: CompletionBody, ingress: Ingress
+) -> AsyncGenerator[bytes, None]:
+    """The answer as events; the usage chunk comes last, if it was asked for."""
+    async with desk.generation(to_completion(body), ingress) as generation:
+        frames = Frames(
+            id=f"cmpl-{ingress.request_id}",
+            object="text_completion",
+            created=ingress.created,
+            model=generation.model.name,
+        )
+        writer = ChunkWriter(frames, generation, body)
+        offsets = [_first_offset(generation, choice.index) for choice in generation.choices]
+        async for news in generation.deltas():
+            if text := b"".join([_chunks(writer, delta, body, offsets) for delta in news]):
+                yield text
+        if last := writer.last():
+            yield last
+
+
+def _choice(result: ChoiceResult, body: CompletionBody, generation: Generation) -> dict[str, Any]:
+    offset = _first_offset(generation, result.index)
+    choice = {
+        "index": result.index,
+        "text": result.text,
+        "logprobs": _logprobs(result.logprobs, body, offset),
+        "finish_reason": result.finish_reason,
+        "stop_reason": result.stop_reason,
+    }
+    if body.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = prompt_scores_of(generation, result.index)
+    if body.return_token_ids:
+        choice["token_ids"] = result.token_ids
+        choice["prompt_token_ids"] = generation.choices[result.index].prompt.token_ids
+    return choice
+
+
+def _chunks(
+    writer: ChunkWriter, delta: TextDelta, body: CompletionBody, offsets: list[int]
+) -> bytes:
+    chunks = b"" if delta.canvas is None else writer.canvas(delta)
+    is_empty = not (delta.text or delta.logprobs or delta.finish_reason)
+    if is_empty and not (writer.keeps_empty and delta.token_ids):
+        return chunks
+    choice = {
+        "index": delta.index,
+        "text": delta.text,
+        "logprobs": _logprobs(delta.logprobs, body, offsets[delta.index]),
+        "finish_reason": delta.finish_reason,
+        "stop_reason": delta.stop_reason,
+    }
+    offsets[delta.index] += sum(len(entry.token) for entry in delta.logprobs)
+    if body.return_token_ids:
+        choice["token_ids"] = delta.token_ids
+    return chunks + writer.chunk(choice)
+
+
+def _logprobs(
+    entries: list[TextLogprob], body: CompletionBody, offset: int
+) -> dict[str, Any] | None:
+    return None if body.logprobs is None else completion_logprobs(entries, offset)
+
+
+def _first_offset(generation: Generation, index: int) -> int:
+    """Offsets count from the prompt's start; an echoed prompt has entries of its own."""
+    prompt = generation.choices[index].prompt
+    return 0 if generation.is_echoing else len(prompt.text)

@@ -1,0 +1,272 @@
+"""TextService: the frontend's face to gRPC clients. It shares every step with the HTTP face.
+
+Streams write their messages instead of yielding them: a handler that is suspended in `yield` when
+the client leaves is closed in another task context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+
+from frontend.api import grpc_text_convert as convert
+from frontend.api.openai_response import canvas_text
+from frontend.choice import TextDelta
+from frontend.desk import FrontDesk
+from frontend.generation import ChoiceResult, Generation
+from frontend.request import Ingress
+from tidemill.runtime import telemetry
+from tidemill.runtime.errors import InvalidRequest, Unsupported
+from tidemill.runtime.rpc import answering
+from tidemill.v1 import text_pb2 as pb
+
+SERVICE = "tidemill.v1.TextService"
+_MAX_ID_CHARS = 128
+_FOREVER_S = 1e8
+"""time_remaining() of a call without a deadline is larger than this, or None."""
+
+
+class TextServicer:
+    """The methods of TextService."""
+
+    def __init__(self, desk: FrontDesk) -> None:
+        self._desk = desk
+
+    async def Generate(self, request: Any, context: Any) -> Any:
+        with self._ingress("Generate", context) as (ingress, metadata):
+            wanted = convert.to_text_request(request, metadata)
+            async with self._desk.generation(wanted, ingress) as generation:
+                results = await generation.collect()
+        scores = (
+            generation.choices[0].prompt_logprobs
+            if request.options.logprobs.HasField("prompt_top")
+            else []
+        )
+        return pb.TextServiceGenerateResponse(
+            choices=[_text_choice(r, request.options) for r in results],
+            prompt_logprobs=convert.logprob_messages(scores),
+            **_frame("cmpl", generation, ingress),
+            **_totals(generation, context),
+        )
+
+    async def GenerateStream(self, request: Any, context: Any) -> None:
+        with self._ingress("GenerateStream", context) as (ingress, metadata):
+            wanted = convert.to_text_request(request, metadata)
+            async with self._desk.generation(wanted, ingress) as generation:
+                frame = _frame("cmpl", generation, ingress)
+                async for news in generation.deltas():
+                    for delta in news:
+                        message = pb.GenerateStreamResponse(**frame)
+                        if _has_news(delta, request.options):
+                            message.choice.CopyFrom(_text_choice(delta, request.options))
+                        await _write(context, message, delta, generation)
+            await context.write(pb.GenerateStreamResponse(**frame, **_totals(generation, context)))
+
+    async def Chat(self, request: Any, context: Any) -> Any:
+        with self._ingress("Chat", context) as (ingress, metadata):
+            wanted = convert.to_chat_request(request, metadata)
+            async with self._desk.generation(wanted, ingress) as generation:
+                results = await generation.collect()
+        return pb.ChatResponse(
+            choices=[_chat_choice(r, request.options) for r in results],
+            **_frame("chatcmpl", generation, ingress),
+            **_totals(generation, context),
+        )
+
+    async def ChatStream(self, request: Any, context: Any) -> None:
+        with self._ingress("ChatStream", context) as (ingress, metadata):
+            wanted = convert.to_chat_request(request, metadata)
+            async with self._desk.generation(wanted, ingress) as generation:
+                frame = _frame("chatcmpl", generation, ingress)
+                async for news in generation.deltas():
+                    for delta in news:
+                        message = pb.ChatStreamResponse(**frame)
+                        if _has_news(delta, request.options):
+                            message.choice.CopyFrom(_chat_choice(delta, request.options))
+                        await _write(context, message, delta, generation)
+            await context.write(pb.ChatStreamResponse(**frame, **_totals(generation, context)))
+
+    async def Tokenize(self, request: Any, context: Any) -> Any:
+        model = self._desk.model_for(request.model)
+        prompt: Any = request.text
+        if request.WhichOneof("input") == "messages":
+            asked = request.add_generation_prompt
+            prompt = convert.to_conversation(
+                request.messages.messages,
+                add_generation_prompt=asked if request.HasField("add_generation_prompt") else None,
+                template_kwargs=convert.to_plain(request.chat_template_kwargs),
+            )
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+        token_ids = await self._desk.tokenize(model, prompt, special)
+        return pb.TokenizeResponse(token_ids=token_ids, max_model_len=model.facts.max_model_len)
+
+    async def Detokenize(self, request: Any, context: Any) -> Any:
+        model = self._desk.model_for(request.model)
+        text = await self._desk.detokenize(
+            model, list(request.token_ids), skip_special_tokens=request.skip_special_tokens
+        )
+        return pb.DetokenizeResponse(text=text)
+
+    async def ListModels(self, request: Any, context: Any) -> Any:
+        return pb.ListModelsResponse(models=[convert.model_card(self._desk.check_ready())])
+
+    async def GetModel(self, request: Any, context: Any) -> Any:
+        return pb.GetModelResponse(model=convert.model_card(self._desk.model_for(request.id)))
+
+    async def Infill(self, request: Any, context: Any) -> NoReturn:
+        raise _unserved("Infill")
+
+    async def Embed(self, request: Any, context: Any) -> NoReturn:
+        raise _unserved("Embed")
+
+    async def Score(self, request: Any, context: Any) -> NoReturn:
+        raise _unserved("Score")
+
+    async def Rerank(self, request: Any, context: Any) -> NoReturn:
+        raise _unserved("Rerank")
+
+    @contextmanager
+    def _ingress(self, method: str, context: Any) -> Iterator[tuple[Ingress, convert.Metadata]]:
+        """The call's id, deadline and SERVER span, around its work."""
+        metadata = {k: v for k, v in context.invocation_metadata() if isinstance(v, str)}
+        given_id = metadata.get("x-request-id", "")
+        if len(given_id) > _MAX_ID_CHARS or not given_id.isprintable():
+            raise InvalidRequest(
+                f"the metadata x-request-id must have at most {_MAX_ID_CHARS} printable characters",
+                param="x-request-id",
+            )
+        above = telemetry.parse(metadata.get("traceparent", ""), metadata.get("tracestate", ""))
+        span = self._desk.tracer.start(f"{SERVICE}/{method}", above)
+        received, remaining = asyncio.get_running_loop().time(), context.time_remaining()
+        seconds = None if remaining is None or remaining > _FOREVER_S else remaining
+        ingress = Ingress(
+            request_id=given_id or uuid.uuid4().hex,
+            received=received,
+            created=int(time.time()),
+            span=span,
+            deadline=self._desk.deadline(received, seconds),
+        )
+        attributes: telemetry.Attributes = {"rpc.system.name": "grpc", "rpc.method": method}
+        try:
+            yield ingress, metadata
+        except BaseException as failure:
+            span.end(attributes=attributes, error=str(failure) or type(failure).__name__)
+            raise
+        span.end(attributes=attributes)
+
+
+def add_text_service(desk: FrontDesk, server: grpc.aio.Server) -> None:
+    """Registers TextService; every method answers errors, and malformed requests, the same way."""
+    servicer = TextServicer(desk)
+    handlers = {}
+    for method in pb.DESCRIPTOR.services_by_name["TextService"].methods:
+        make = (
+            grpc.unary_stream_rpc_method_handler
+            if method.server_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
+        handlers[method.name] = make(
+            _guarded(getattr(servicer, method.name)),
+            request_deserializer=_tolerant(GetMessageClass(method.input_type).FromString),
+            response_serializer=GetMessageClass(method.output_type).SerializeToString,
+        )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+
+def _tolerant(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Hands a malformed message on as its error; gRPC itself would answer UNKNOWN."""
+
+    def deserialize(content: bytes) -> Any:
+        try:
+            return parse(content)
+        except DecodeError as failure:
+            return failure
+
+    return deserialize
+
+
+def _guarded(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def call(request: Any, context: Any) -> Any:
+        async with answering(context):
+            if isinstance(request, DecodeError):
+                raise InvalidRequest(f"the request is malformed: {request}", reason="MALFORMED")
+            return await method(request, context)
+
+    return call
+
+
+def _unserved(method: str) -> Unsupported:
+    return Unsupported(f"{SERVICE}/{method} is not served by this build", param=method)
+
+
+def _frame(prefix: str, generation: Generation, ingress: Ingress) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{ingress.request_id}",
+        "model": generation.model.name,
+        "created_unix_s": ingress.created,
+    }
+
+
+def _totals(generation: Generation, context: Any) -> dict[str, Any]:
+    """Usage and timings for the last message; the same go into the trailers."""
+    usage, timings = generation.usage, generation.timings
+    context.set_trailing_metadata(
+        (
+            ("x-usage-prompt-tokens", str(usage.prompt_tokens)),
+            ("x-usage-completion-tokens", str(usage.output_tokens)),
+            ("x-usage-cached-tokens", str(usage.cached_tokens)),
+            ("x-usage-forward-passes", str(usage.forward_passes)),
+            ("x-usage-denoise-steps", str(usage.denoise_steps)),
+            ("x-timing-queue-ns", str(timings.queue_ns)),
+            ("x-timing-prefill-ns", str(timings.prefill_ns)),
+            ("x-timing-decode-ns", str(timings.decode_ns)),
+        )
+    )
+    return {
+        "usage": convert.usage_message(usage),
+        "timings": convert.timings_message(timings),
+    }
+
+
+def _has_news(delta: TextDelta, options: Any) -> bool:
+    has_ids = options.return_token_ids and delta.token_ids
+    return bool(delta.text or delta.logprobs or delta.finish_reason or has_ids)
+
+
+async def _write(context: Any, message: Any, delta: TextDelta, generation: Generation) -> None:
+    if delta.canvas is not None:
+        text = canvas_text(delta, generation.model)
+        message.canvas.CopyFrom(convert.canvas_message(delta, generation.model, text))
+    if message.HasField("choice") or message.HasField("canvas"):
+        await context.write(message)
+
+
+def _text_choice(result: TextDelta | ChoiceResult, options: Any) -> pb.TextChoice:
+    return pb.TextChoice(text=result.text, **_common(result, options))
+
+
+def _chat_choice(result: TextDelta | ChoiceResult, options: Any) -> pb.ChatChoice:
+    choice = pb.ChatChoice(**_common(result, options))
+    choice.message.role = "assistant"
+    if result.text:
+        choice.message.parts.add(text=result.text)
+    return choice
+
+
+def _common(result: TextDelta | ChoiceResult, options: Any) -> dict[str, Any]:
+    stop_reason = "" if result.stop_reason is None else str(result.stop_reason)
+    return {
+        "index": result.index,
+        "finish_reason": result.finish_reason or "",
+        "stop_reason": stop_reason,
+        "logprobs": convert.logprob_messages(result.logprobs),
+        "token_ids": result.token_ids if options.return_token_ids else (),
+    }

@@ -1,0 +1,254 @@
+"""Messages of TextService as requests of the frontend, and results as messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Struct
+
+from frontend.api.openai_request import with_arguments
+from frontend.choice import TextDelta, TextLogprob
+from frontend.messages import Timings, Usage
+from frontend.request import Chat, Decoding, Options, Prompt, Sampling, TextRequest
+from frontend.served import ServedModel
+from tidemill.runtime.errors import InvalidRequest, Unsupported
+from tidemill.v1 import engine_pb2, text_pb2
+
+_LOWEST = -9999.0
+_UNSERVED_OPTIONS = ("constraint", "beam_search")
+_UNSERVED_SAMPLING = ("allowed_token_ids", "bad_words")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+Metadata = dict[str, str]
+
+
+def to_text_request(
+    request: text_pb2.TextServiceGenerateRequest | text_pb2.GenerateStreamRequest,
+    metadata: Metadata,
+) -> TextRequest:
+    """The request behind Generate and GenerateStream."""
+    if request.suffix:
+        raise Unsupported("suffix (infilling) is not served by this build", param="suffix")
+    options = to_options(request.options, metadata, echo=request.echo)
+    return TextRequest(prompts=(_prompt(request.prompt),), options=options)
+
+
+def to_chat_request(
+    request: text_pb2.ChatRequest | text_pb2.ChatStreamRequest, metadata: Metadata
+) -> TextRequest:
+    """The request behind Chat and ChatStream."""
+    options, chat = to_options(request.options, metadata), request.chat
+    if chat.tools:
+        raise Unsupported("tools is not served by this build", param="tools")
+    if chat.tool_choice.function_name or chat.tool_choice.mode not in ("", "none", "auto"):
+        raise Unsupported("tool_choice is not served by this build", param="tool_choice")
+    kwargs = to_plain(chat.chat_template_kwargs)
+    if chat.reasoning_effort:
+        kwargs["reasoning_effort"] = chat.reasoning_effort
+    prompt = to_conversation(
+        request.messages,
+        add_generation_prompt=chat.add_generation_prompt
+        if chat.HasField("add_generation_prompt")
+        else None,
+        continue_final_message=chat.continue_final_message,
+        template_kwargs=kwargs,
+    )
+    return TextRequest(prompts=(prompt,), options=options, prompt_param="messages")
+
+
+def to_conversation(
+    messages: Iterable[text_pb2.ChatMessage],
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool = False,
+    template_kwargs: dict[str, Any],
+) -> Chat:
+    """Messages for the template; continuing a message implies no generation prompt."""
+    plain = [_message(i, message) for i, message in enumerate(messages)]
+    if not plain:
+        raise InvalidRequest("messages is empty; it needs at least one message", param="messages")
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final_message
+    return Chat(
+        messages=plain,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        template_kwargs=template_kwargs,
+    )
+
+
+def to_options(given: text_pb2.TextOptions, metadata: Metadata, *, echo: bool = False) -> Options:
+    """Options; raises Unsupported naming what this build does not serve."""
+    _refuse_unserved(given)
+    n = given.n if given.HasField("n") else 1
+    if given.HasField("best_of") and given.best_of != n:
+        raise Unsupported(
+            f"best_of is {given.best_of} and n is {n}: choosing among more samples than are "
+            "returned is not served; set best_of to n or leave it out",
+            param="best_of",
+        )
+    logprobs, kept = given.logprobs, given.truncate_prompt_tokens
+    return Options(
+        model=given.model,
+        n=n,
+        sampling=_sampling(given.sampling),
+        decoding=Decoding(
+            method=given.decoding.method or None, params=to_plain(given.decoding.params)
+        ),
+        stop=tuple(given.stop),
+        stop_token_ids=tuple(given.stop_token_ids),
+        ignore_eos=given.ignore_eos if given.HasField("ignore_eos") else None,
+        include_stop_str_in_output=given.include_stop_str_in_output,
+        skip_special_tokens=not given.HasField("skip_special_tokens") or given.skip_special_tokens,
+        add_special_tokens=given.add_special_tokens
+        if given.HasField("add_special_tokens")
+        else None,
+        logprobs=logprobs.top if logprobs.HasField("top") else None,
+        prompt_logprobs=logprobs.prompt_top if logprobs.HasField("prompt_top") else None,
+        echo=echo,
+        truncate_prompt_tokens=kept if given.HasField("truncate_prompt_tokens") else None,
+        cache_salt=given.cache_salt,
+        priority=_priority(metadata),
+        fairness_key=metadata.get("x-fairness-key", ""),
+        emit_canvas=given.emit_canvas,
+    )
+
+
+def to_plain(struct: Struct) -> dict[str, Any]:
+    """A Struct as JSON would be read: whole numbers become int."""
+    return {name: _whole(value) for name, value in json_format.MessageToDict(struct).items()}
+
+
+def usage_message(usage: Usage) -> engine_pb2.Usage:
+    return engine_pb2.Usage(**usage._asdict())
+
+
+def timings_message(timings: Timings) -> engine_pb2.Timings:
+    return engine_pb2.Timings(**timings._asdict())
+
+
+def logprob_messages(entries: Sequence[TextLogprob]) -> list[text_pb2.TextLogprobs]:
+    """One message per scored token; tokens without a score (the first of a prompt) are left out."""
+    return [
+        text_pb2.TextLogprobs(chosen=_logprob(entry), top=map(_logprob, entry.top))
+        for entry in entries
+        if entry.logprob is not None
+    ]
+
+
+def canvas_message(delta: TextDelta, model: ServedModel, text: str) -> text_pb2.CanvasEvent:
+    canvas = delta.canvas
+    assert canvas is not None, "a delta without a canvas"
+    return text_pb2.CanvasEvent(
+        index=delta.index,
+        block=canvas.block_start // max(1, model.facts.block_length),
+        step=canvas.step,
+        token_ids=canvas.token_ids,
+        fixed=canvas.fixed,
+        text=text,
+    )
+
+
+def model_card(model: ServedModel) -> text_pb2.ModelCard:
+    return text_pb2.ModelCard(
+        id=model.name,
+        created_unix_s=model.created,
+        max_model_len=model.facts.max_model_len,
+        owned_by="tidemill",
+        default_method=model.facts.default_method,
+    )
+
+
+def _prompt(prompt: text_pb2.Prompt) -> Prompt:
+    if prompt.WhichOneof("content") == "tokens":
+        return tuple(prompt.tokens.token_ids)
+    return prompt.text
+
+
+def _sampling(given: engine_pb2.SamplingParams) -> Sampling:
+    repeated = ("logit_bias", *_UNSERVED_SAMPLING)
+    scalars: dict[str, Any] = {
+        field.name: value for field, value in given.ListFields() if field.name not in repeated
+    }
+    return Sampling(**scalars, logit_bias=dict(given.logit_bias))
+
+
+def _refuse_unserved(given: text_pb2.TextOptions) -> None:
+    for message, names in ((given, _UNSERVED_OPTIONS), (given.sampling, _UNSERVED_SAMPLING)):
+        for name in names:
+            if _is_set(message, name):
+                raise Unsupported(f"{name} is not served by this build; leave it out", param=name)
+    if given.HasField("spaces_between_special_tokens") and not given.spaces_between_special_tokens:
+        raise Unsupported(
+            "spaces_between_special_tokens: false is not served; leave it out",
+            param="spaces_between_special_tokens",
+        )
+
+
+def _is_set(message: Message, name: str) -> bool:
+    return any(field.name == name for field, _ in message.ListFields())
+
+
+def _priority(metadata: Metadata) -> int:
+    text = metadata.get("x-priority", "0")
+    try:
+        priority = int(text)
+    except ValueError:
+        priority = 2**31
+    if not -(2**31) <= priority < 2**31:
+        raise InvalidRequest(
+            f"the metadata x-priority is {text[:40]!r}; it must be a 32-bit whole number",
+            param="x-priority",
+        )
+    return priority
+
+
+def _message(index: int, message: text_pb2.ChatMessage) -> dict[str, Any]:
+    place = f"messages[{index}]"
+    if message.role not in _ROLES:
+        raise InvalidRequest(
+            f"{place}.role is {message.role!r}; it must be one of {', '.join(_ROLES)}",
+            param=f"{place}.role",
+        )
+    for part in message.parts:
+        kind = part.WhichOneof("content")
+        if kind != "text":
+            raise Unsupported(f"{place}.parts: {kind} is not served yet", param=f"{place}.parts")
+    plain: dict[str, Any] = {
+        "role": message.role,
+        "content": "\n".join(part.text for part in message.parts),
+    }
+    if message.name:
+        plain["name"] = message.name
+    if message.tool_call_id:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.reasoning:
+        plain["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        plain["tool_calls"] = [_tool_call(c, place) for c in message.tool_calls]
+    return plain
+
+
+def _tool_call(call: text_pb2.ToolCall, place: str) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments_json}
+    plain = {"type": "function", "id": call.id, "function": function}
+    return with_arguments(plain, f"{place}.tool_calls")
+
+
+def _logprob(entry: TextLogprob) -> text_pb2.TextLogprob:
+    return text_pb2.TextLogprob(
+        token=entry.token,
+        logprob=_LOWEST if entry.logprob is None else max(entry.logprob, _LOWEST),
+        token_bytes=entry.content,
+        token_id=entry.token_id,
+    )
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {name: _whole(one) for name, one in value.items()}
+    return [_whole(one) for one in value] if isinstance(value, list) else value

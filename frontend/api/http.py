@@ -1,0 +1,208 @@
+"""HTTP habits of all routes: request ids, deadlines, spans, bodies, errors, clients that leave.
+
+It does not know what the routes do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+import uuid
+from collections.abc import Coroutine
+from typing import Any, ClassVar, TypeVar
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from frontend.desk import FrontDesk
+from frontend.request import Ingress
+from tidemill.runtime import telemetry
+from tidemill.runtime.errors import Cancelled, InternalError, InvalidRequest, NotFound, ServiceError
+
+_LOG = logging.getLogger("tidemill.frontend.http")
+_MAX_ID_CHARS = 128
+_DISCARD_FACTOR = 4
+Result = TypeVar("Result")
+
+
+class BodyTooLarge(InvalidRequest):
+    http_status: ClassVar[int] = 413
+    default_reason = "BODY_TOO_LARGE"
+
+
+class MethodNotAllowed(InvalidRequest):
+    http_status: ClassVar[int] = 405
+    default_reason = "METHOD_NOT_ALLOWED"
+
+
+class JsonResponse(Response):
+    """A body that orjson renders."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content)
+
+
+class IngressMiddleware:
+    """Outermost: gives each request its id, deadline and SERVER span, and counts it."""
+
+    def __init__(self, app: ASGIApp, desk: FrontDesk) -> None:
+        self._app = app
+        self._desk = desk
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        path, status = scope["path"], 0
+        span = self._start_span(request)
+        given_id = request.headers.get("x-request-id", "")
+        request_id = given_id if _is_id(given_id) else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            scope.setdefault("state", {})["ingress"] = self._ingress(request, request_id, span)
+            await self._app(scope, receive, send_with_id)
+        except ServiceError as error:
+            await error_response(error)(scope, receive, send_with_id)
+        finally:
+            route = getattr(scope.get("route"), "path", "unknown")
+            counter = self._desk.metrics.http_requests.labels(route, request.method, status)
+            counter.inc()
+            span.end(
+                attributes={"http.route": route, "http.response.status_code": status},
+                error=f"status {status}" if status >= 500 else None,
+            )
+            _LOG.debug("%s %s %d", request.method, path, status, extra={"request_id": request_id})
+
+    def _start_span(self, request: Request) -> telemetry.Span:
+        headers, path = request.headers, request.scope["path"]
+        above = telemetry.parse(headers.get("traceparent", ""), headers.get("tracestate", ""))
+        if not path.startswith("/v1/") or request.method != "POST":
+            return telemetry.Span(self._desk.tracer, above)  # probes and scrapes are not traced
+        return self._desk.tracer.start(f"{request.method} {path}", above)
+
+    def _ingress(self, request: Request, request_id: str, span: telemetry.Span) -> Ingress:
+        received = asyncio.get_running_loop().time()
+        given_id = request.headers.get("x-request-id", "")
+        if given_id and not _is_id(given_id):
+            raise InvalidRequest(
+                f"the header x-request-id must be 1 to {_MAX_ID_CHARS} printable ASCII characters",
+                param="x-request-id",
+            )
+        timeout = request.headers.get("x-request-timeout-ms")
+        if timeout is not None and (not timeout.isdecimal() or not 0 < int(timeout) < 2**53):
+            raise InvalidRequest(
+                f"the header x-request-timeout-ms is {timeout[:40]!r}; it must be a positive whole "
+                "number of milliseconds",
+                param="x-request-timeout-ms",
+            )
+        seconds = None if timeout is None else int(timeout) / 1000
+        deadline = self._desk.deadline(received, seconds)
+        return Ingress(
+            request_id=request_id,
+            received=received,
+            created=int(time.time()),
+            span=span,
+            deadline=deadline,
+        )
+
+
+def envelope(error: ServiceError) -> dict[str, Any]:
+    """OpenAI's error object; numeric facts (n_ctx, n_prompt_tokens) stand beside its fields."""
+    facts = {name: int(text) for name, text in error.facts.items() if text.isdecimal()}
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.http_type,
+            "param": error.param,
+            "code": error.reason.lower(),
+            **facts,
+        }
+    }
+
+
+def error_response(error: ServiceError) -> Response:
+    """The error with its status, and Retry-After where waiting helps."""
+    headers = {}
+    if error.retry_after_ms is not None:
+        headers["retry-after"] = str(math.ceil(error.retry_after_ms / 1000))
+        headers["retry-after-ms"] = str(error.retry_after_ms)
+    return JsonResponse(envelope(error), status_code=error.http_status, headers=headers)
+
+
+def to_service_error(failure: Exception, request: Request) -> ServiceError:
+    """What any exception of a route is to the client; a bug is logged with its trace."""
+    if isinstance(failure, ServiceError):
+        return failure
+    if isinstance(failure, HTTPException) and failure.status_code == 405:
+        return MethodNotAllowed(f"{request.method} is not allowed for {request.url.path}")
+    if isinstance(failure, HTTPException):
+        return NotFound(f"there is no route {request.method} {request.url.path}")
+    _LOG.error("a request failed", exc_info=failure)
+    return InternalError(f"internal error: {type(failure).__name__}: {failure}")
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body, or BodyTooLarge as soon as it is known to be larger.
+
+    The rest of a moderately larger body is read and dropped, because a client that is still
+    sending would see a broken connection instead of the answer.
+    """
+    length = request.headers.get("content-length", "")
+    is_larger = length.isdecimal() and int(length) > max_bytes
+    if is_larger and int(length) > _DISCARD_FACTOR * max_bytes:
+        raise _too_large(max_bytes)
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > _DISCARD_FACTOR * max_bytes:
+            raise _too_large(max_bytes)
+        if size <= max_bytes:
+            chunks.append(chunk)
+    if size > max_bytes:
+        raise _too_large(max_bytes)
+    return b"".join(chunks)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Awaits `work`, but cancels it when the client leaves; raises Cancelled then."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Cancelled("the client closed the connection")
+    finally:
+        watch.cancel()
+        task.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"the request body is larger than {max_bytes} bytes; send less, or raise --max-body-bytes"
+    )
+
+
+def _is_id(text: str) -> bool:
+    return 0 < len(text) <= _MAX_ID_CHARS and text.isascii() and text.isprintable()

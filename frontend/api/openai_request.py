@@ -1,0 +1,273 @@
+"""OpenAI bodies as requests of the frontend: parsing, and refusing by name what is not served."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from frontend.api.openai_schema import ChatBody, CompletionBody, GenerationBody, Message
+from frontend.request import Chat, Decoding, Options, Prompt, Sampling, TextRequest
+from tidemill.runtime.errors import InvalidRequest, Unsupported
+
+_LOG = logging.getLogger("tidemill.frontend.http")
+Parsed = TypeVar("Parsed", bound=BaseModel)
+
+_NOT_SERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+        "suffix": ("",),
+        "use_beam_search": (False,),
+        "length_penalty": (1.0,),
+        "structured_outputs": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "json_schema": (),
+        "regex": (),
+        "ebnf": (),
+        "allowed_token_ids": ([],),
+        "bad_words": ([],),
+        "logits_processors": ([],),
+        "lora_path": (),
+        "lora_request": (),
+        "modalities": (["text"],),
+        "audio": (),
+        "prompt_embeds": (),
+        "kv_transfer_params": (),
+        "chat_template": (),
+        "documents": ([],),
+        "thinking_token_budget": (),
+        "return_tokens_as_token_ids": (False,),
+        "truncation_side": ("left",),
+    }
+)
+"""Known parameters that this build does not serve, with the values that ask for nothing."""
+
+
+def parse(body: bytes, kind: type[Parsed]) -> Parsed:
+    """The body as `kind`. Raises InvalidRequest naming the field, or saying that it is no JSON."""
+    try:
+        loaded = orjson.loads(body)
+    except orjson.JSONDecodeError as failure:
+        raise InvalidRequest(
+            f"the request body is not valid JSON in UTF-8: {failure}", reason="INVALID_JSON"
+        ) from failure
+    if not isinstance(loaded, dict):
+        raise InvalidRequest(
+            f"the request body must be a JSON object, not {type(loaded).__name__}",
+            reason="INVALID_JSON",
+        )
+    try:
+        return kind.model_validate(loaded)
+    except ValidationError as failure:
+        first = failure.errors(include_url=False, include_context=False)[0]
+        param = _path(first["loc"])
+        given = "" if first["type"] == "missing" else f" (got {_short(first['input'])})"
+        raise InvalidRequest(f"{param}: {first['msg']}{given}", param=param) from failure
+
+
+def to_completion(body: CompletionBody) -> TextRequest:
+    """The request behind POST /v1/completions."""
+    options = _options(body, logprobs=body.logprobs, echo=bool(body.echo))
+    return TextRequest(prompts=_prompts(body.prompt), options=options)
+
+
+def to_chat(body: ChatBody) -> TextRequest:
+    """The request behind POST /v1/chat/completions."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    options = _options(body, logprobs=logprobs, max_tokens=body.max_completion_tokens)
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        kwargs["reasoning_effort"] = body.reasoning_effort
+    chat = to_messages(
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template_kwargs=kwargs,
+    )
+    return TextRequest(prompts=(chat,), options=options, prompt_param="messages")
+
+
+def to_messages(
+    messages: list[Message],
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    template_kwargs: dict[str, Any],
+) -> Chat:
+    """A conversation for the template; continuing a message implies no generation prompt."""
+    continues = bool(continue_final_message)
+    return Chat(
+        messages=[_to_message(i, message) for i, message in enumerate(messages)],
+        add_generation_prompt=not continues
+        if add_generation_prompt is None
+        else add_generation_prompt,
+        continue_final_message=continues,
+        template_kwargs=template_kwargs,
+    )
+
+
+def _options(
+    body: GenerationBody,
+    *,
+    logprobs: int | None,
+    echo: bool = False,
+    max_tokens: int | None = None,
+) -> Options:
+    _refuse_unserved(body)
+    n = 1 if body.n is None else body.n
+    if body.best_of not in (None, n):
+        raise Unsupported(
+            f"best_of is {body.best_of} and n is {n}: choosing among more samples than are "
+            "returned is not served; set best_of to n or leave it out",
+            param="best_of",
+        )
+    if body.spaces_between_special_tokens is False:
+        raise Unsupported(
+            "spaces_between_special_tokens: false is not served; leave it out",
+            param="spaces_between_special_tokens",
+        )
+    stop = body.stop or ()
+    stream_options = body.stream_options
+    return Options(
+        model=body.model or "",
+        n=n,
+        sampling=_sampling(body, max_tokens),
+        decoding=_decoding(body),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=body.ignore_eos,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        add_special_tokens=body.add_special_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        echo=echo,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
+        emit_canvas=bool(body.stream and stream_options and stream_options.include_canvas),
+    )
+
+
+def _sampling(body: GenerationBody, max_tokens: int | None) -> Sampling:
+    return Sampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=body.logit_bias or {},
+        seed=None if body.seed is None else body.seed & (2**64 - 1),
+        max_tokens=body.max_tokens if max_tokens is None else max_tokens,
+        min_tokens=body.min_tokens,
+    )
+
+
+def _decoding(body: GenerationBody) -> Decoding:
+    """`decoding`, with the diffusion shortcuts merged in."""
+    given = body.decoding
+    params = dict((given and given.params) or {})
+    for name in ("threshold", "steps", "remasking"):
+        value = getattr(body, name)
+        if value is not None:
+            params[name] = value
+    return Decoding(method=given.method if given else None, params=params)
+
+
+def _refuse_unserved(body: BaseModel) -> None:
+    for name, value in (body.model_extra or {}).items():
+        if name not in _NOT_SERVED:
+            _LOG.debug("ignored the unknown parameter %s", name)
+        elif value is not None and value not in _NOT_SERVED[name]:
+            raise Unsupported(f"{name} is not served by this build; leave it out", param=name)
+
+
+def _prompts(given: object) -> tuple[Prompt, ...]:
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, list) and given:
+        if all(isinstance(one, str) for one in given):
+            return tuple(given)
+        if _are_ids(given):
+            return (tuple(given),)
+        if all(isinstance(one, list) and _are_ids(one) for one in given):
+            return tuple(tuple(one) for one in given)
+    if given == []:
+        raise InvalidRequest("prompt is empty; it needs at least one token", param="prompt")
+    raise InvalidRequest(
+        "prompt must be a string, a list of strings, a list of token ids or a list of lists of "
+        f"token ids (got {_short(given)})",
+        param="prompt",
+    )
+
+
+def _are_ids(values: list[object]) -> bool:
+    return all(type(value) is int for value in values)
+
+
+def _to_message(index: int, message: Message) -> dict[str, Any]:
+    """A message with plain text content; what else it carries is the template's to read."""
+    content, place = message.content, f"messages[{index}]"
+    beside = {k: value for k, value in (message.model_extra or {}).items() if value is not None}
+    if beside.get("tool_calls"):
+        calls = beside["tool_calls"]
+        beside["tool_calls"] = [with_arguments(call, f"{place}.tool_calls") for call in calls]
+    elif content is None:
+        raise InvalidRequest(f"{place}.content is missing", param=f"{place}.content")
+    if isinstance(content, list):
+        content = "\n".join(_to_text(part, f"{place}.content") for part in content)
+    return {"role": message.role, "content": content or "", **beside}
+
+
+def _to_text(part: dict[str, Any], param: str) -> str:
+    kind = part.get("type", "text")
+    if kind not in ("text", "input_text"):
+        raise Unsupported(f"content parts of type {kind!r} are not served yet", param=param)
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{param}: a text part needs a string in `text`", param=param)
+    return text
+
+
+def with_arguments(call: Any, param: str) -> dict[str, Any]:
+    """Templates expect the arguments of earlier tool calls as objects, not as JSON text."""
+    try:
+        function = dict(call["function"])
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = orjson.loads(function["arguments"] or "{}")
+        return {**call, "function": function}
+    except (KeyError, TypeError, ValueError) as failure:
+        raise InvalidRequest(f"{param}: not a tool call: {failure}", param=param) from failure
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """messages[0].content from pydantic's location, without the names of tried types."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
+            path += f".{part}" if path else part
+        else:
+            break
+    return path or "body"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

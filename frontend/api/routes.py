@@ -1,0 +1,65 @@
+"""The HTTP application: routes, error mapping and the ingress around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from frontend.api import chat, completions
+from frontend.api.admin import admin_routes
+from frontend.api.http import (
+    IngressMiddleware,
+    JsonResponse,
+    error_response,
+    read_body,
+    to_service_error,
+    unless_gone,
+)
+from frontend.api.openai_request import parse
+from frontend.api.openai_schema import ChatBody, CompletionBody
+from frontend.api.sse import EventStream
+from frontend.desk import FrontDesk
+from tidemill import __version__
+from tidemill.runtime.errors import ServiceError
+
+
+def build_http(desk: FrontDesk) -> FastAPI:
+    """The ASGI application that serves `desk`."""
+    app = FastAPI(title="Tidemill", version=__version__)
+    app.include_router(admin_routes(desk))
+
+    @app.post("/v1/chat/completions", openapi_extra=_documented(ChatBody))
+    async def create_chat_completion(request: Request) -> Response:
+        body = parse(await read_body(request, desk.config.max_body_bytes), ChatBody)
+        ingress = request.state.ingress
+        if body.stream:
+            return EventStream(chat.stream(desk, body, ingress))
+        work = chat.complete(desk, body, ingress)
+        return JsonResponse(await unless_gone(request.receive, work))
+
+    @app.post("/v1/completions", openapi_extra=_documented(CompletionBody))
+    async def create_completion(request: Request) -> Response:
+        body = parse(await read_body(request, desk.config.max_body_bytes), CompletionBody)
+        ingress = request.state.ingress
+        if body.stream:
+            return EventStream(completions.stream(desk, body, ingress))
+        work = completions.complete(desk, body, ingress)
+        return JsonResponse(await unless_gone(request.receive, work))
+
+    async def answer_failure(request: Request, failure: Exception) -> Response:
+        return error_response(to_service_error(failure, request))
+
+    for kind in (ServiceError, HTTPException):
+        app.add_exception_handler(kind, answer_failure)
+    app.add_middleware(IngressMiddleware, desk=desk)
+    return app
+
+
+def _documented(body: type[BaseModel]) -> dict[str, Any]:
+    """The body for /docs; the routes parse it themselves, to bound its size and word its errors."""
+    schema = body.model_json_schema()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,0 +1,71 @@
+"""Server-sent events: framing, delivery, and the end of a stream that fails.
+
+It does not know what the events mean.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from frontend.api.http import envelope, unless_gone
+from tidemill.runtime.errors import InternalError, ServiceError
+
+_LOG = logging.getLogger("tidemill.frontend.http")
+DONE = b"data: [DONE]\n\n"
+
+
+def event(content: Mapping[str, Any]) -> bytes:
+    """One event with a JSON body."""
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+class Frames:
+    """Chunks of one stream: the fields that never change are rendered once."""
+
+    def __init__(self, **constant: Any) -> None:
+        self._head = b"data: " + orjson.dumps(constant)[:-1] + b","
+
+    def chunk(self, **changing: Any) -> bytes:
+        """One chunk as an event."""
+        return self._head + orjson.dumps(changing)[1:] + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends what a generator yields; the generator ends when the client leaves.
+
+    Nothing is sent before the first item, so that a request that is refused gets its own status.
+    A failure after that becomes one error event and [DONE].
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            await unless_gone(receive, self._deliver(send))
+
+    async def _deliver(self, send: Send) -> None:
+        first = await anext(self._events)
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+        try:
+            async for item in self._events:
+                await send({"type": "http.response.body", "body": item, "more_body": True})
+            end = DONE
+        except ServiceError as error:
+            end = event(envelope(error)) + DONE
+        except Exception as bug:  # the status is out: the client learns it from an event
+            _LOG.exception("a stream failed")
+            end = event(envelope(InternalError(f"{type(bug).__name__}: {bug}"))) + DONE
+        await send({"type": "http.response.body", "body": end, "more_body": False})

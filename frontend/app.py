@@ -1,0 +1,167 @@
+"""The life of a frontend: listen, serve both faces, drain, stop. It does not know requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+
+import grpc
+import uvicorn
+
+from frontend.api.grpc_text import SERVICE, add_text_service
+from frontend.api.routes import build_http
+from frontend.config import FrontendConfig
+from frontend.desk import FrontDesk
+from tidemill.runtime.errors import FailedPrecondition
+from tidemill.runtime.health import Health
+from tidemill.runtime.rpc import bind, server_options
+from tidemill.runtime.telemetry import Tracer
+
+_LOG = logging.getLogger("tidemill.frontend")
+_CLOSING_S = 2.0
+_BACKLOG = 2048
+_PROBE_S = 0.25
+
+
+class FrontendServer:
+    """A running frontend. `http_port` and `grpc_port` are the bound ones."""
+
+    def __init__(self, config: FrontendConfig) -> None:
+        self._config = config
+        self.desk = FrontDesk(config, Tracer("tidemill-frontend", config.otlp_endpoint))
+        self._health = Health(("", "liveness", "readiness", SERVICE))
+        self._grpc = grpc.aio.server(options=server_options(config.max_message_bytes))
+        self._http = _Uvicorn(
+            uvicorn.Config(
+                build_http(self.desk),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=int(_CLOSING_S),
+            )
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        self.http_port = 0
+        self.grpc_port = 0
+
+    @classmethod
+    async def start(cls, config: FrontendConfig) -> FrontendServer:
+        """Listens at once and connects to the engine behind it.
+
+        Raises FailedPrecondition naming port and flag when a port is taken.
+        """
+        listener = _listen(config.host, config.http_port)
+        server = cls(config)
+        try:
+            await server._open(listener)
+        except BaseException:
+            listener.close()
+            await server.desk.close()
+            raise
+        return server
+
+    async def run(self) -> int:
+        """Serves until SIGTERM or SIGINT; returns the exit status. A second signal hurries."""
+        stop, hurry = asyncio.Event(), asyncio.Event()
+
+        def signalled() -> None:
+            (hurry if stop.is_set() else stop).set()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, signalled)
+        await stop.wait()
+        tasks = [asyncio.create_task(self.drain()), asyncio.create_task(hurry.wait())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.stop()
+        return 0
+
+    async def drain(self) -> None:
+        """Not ready any more; running requests finish, at most within `drain_timeout_s`."""
+        _LOG.info("draining", extra={"requests": self.desk.num_live})
+        for name in ("", "readiness", SERVICE):
+            self._health.set(name, False)
+        await self.desk.drain()
+
+    async def stop(self) -> None:
+        """Ends both faces, then the session with the engine."""
+        self._http.should_exit = True
+        await self._grpc.stop(_CLOSING_S)
+        watch, serving = self._tasks
+        watch.cancel()
+        await asyncio.gather(watch, serving, return_exceptions=True)
+        await self.desk.close()
+        _LOG.info("stopped")
+
+    async def _open(self, listener: socket.socket) -> None:
+        config = self._config
+        add_text_service(self.desk, self._grpc)
+        self._health.register(self._grpc, reflection=(SERVICE,) if config.reflection else ())
+        self._health.set("liveness", True)
+        self.grpc_port = bind(self._grpc, config.host, config.grpc_port, flag="--grpc-port")
+        self.http_port = listener.getsockname()[1]
+        await self._grpc.start()
+        self.desk.engine.start()
+        self._tasks = [
+            asyncio.create_task(self._follow(), name="readiness"),
+            asyncio.create_task(self._http.serve(sockets=[listener]), name="http"),
+        ]
+        _LOG.info(
+            "listening",
+            extra={"http": f"http://{config.host}:{self.http_port}", "grpc_port": self.grpc_port},
+        )
+
+    async def _follow(self) -> None:
+        """gRPC health follows the desk: ready while it takes requests."""
+        if not await self.desk.engine.wait_ready(self._config.connect_timeout_s):
+            _LOG.warning(
+                "still no engine after %g s: %s",
+                self._config.connect_timeout_s,
+                self.desk.engine.last_error,
+            )
+        last = None
+        while True:
+            state = self.desk.state
+            if state != last:
+                for name in ("", "readiness", SERVICE):
+                    self._health.set(name, state == "ready")
+                _LOG.info("state: %s", state)
+                last = state
+            await asyncio.sleep(_PROBE_S)
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: the frontend has its own drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket; FailedPrecondition when the port is taken or the address is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as failure:
+        listener.close()
+        raise FailedPrecondition(
+            f"cannot listen on {host}:{port}: {failure.strerror}; stop the other process or choose "
+            "another port with --http-port (0 takes a free one)",
+            reason="PORT_IN_USE",
+            param="--http-port",
+        ) from failure
+    return listener

@@ -1,0 +1,119 @@
+"""The mailbox of one request at the engine: the session's reader fills it, the request empties it.
+
+It does not know the wire. Memory is bounded: what is not read merges into one delta per sequence,
+of canvases only the newest is kept, and a mailbox that is too full ends its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from frontend.messages import Canvas, Delta, Finish, TokenLogprobs
+from tidemill.runtime.errors import Overloaded, ServiceError
+
+MAX_UNREAD_BYTES = 1 << 20
+_BYTES_PER_TOKEN = 4
+_BYTES_PER_ALTERNATIVE = 8
+
+
+class Call:
+    """One request of one or several sequences; `handles[i]` names sequence i on the session.
+
+    Written by the engine client (add_*, finish, fail) and read by one task (`read`, `close`).
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[int],
+        *,
+        release: Callable[[list[int], bool], None],
+        stop: Callable[[int, int, str], None],
+    ) -> None:
+        """`release(handles, abort)` forgets handles, `stop(handle, completion_tokens, string)`
+        tells the engine where a text ended."""
+        self._handles = handles
+        self._live = set(handles)
+        self._release = release
+        self._stop = stop
+        self._unread: dict[int, Delta] = {}
+        self._num_unread_bytes = 0
+        self._news = asyncio.Event()
+        self._error: ServiceError | None = None
+        self.has_begun = False
+        """Whether anything of any sequence has arrived."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the engine still owes this request something."""
+        return bool(self._live)
+
+    async def read(self) -> list[Delta]:
+        """Everything new, at least one delta; raises the request's error once all is read."""
+        if not self._unread and self._error is None:
+            self._news.clear()
+            await self._news.wait()
+        if self._unread:
+            deltas = list(self._unread.values())
+            self._unread, self._num_unread_bytes = {}, 0
+            return deltas
+        assert self._error is not None, "woken without news"
+        raise self._error
+
+    def stop(self, index: int, num_tokens: int, stop_string: str) -> None:
+        """The text of sequence `index` ended after `num_tokens`; its Finish is still to come."""
+        if self._handles[index] in self._live:
+            self._stop(self._handles[index], num_tokens, stop_string)
+
+    def close(self, *, abort: bool = True) -> None:
+        """Nothing arrives afterwards; what still runs is aborted, unless the caller knows that
+        the engine will end it by itself. Idempotent."""
+        live, self._live = sorted(self._live), set()
+        if live:
+            self._release(live, abort)
+
+    def add_tokens(self, index: int, token_ids: Sequence[int]) -> None:
+        if self._num_unread_bytes > MAX_UNREAD_BYTES:
+            self.close()
+            self.fail(
+                Overloaded(
+                    f"the client reads too slowly: more than {MAX_UNREAD_BYTES} bytes are waiting "
+                    "for it; read faster, or ask for fewer logprobs",
+                    reason="SLOW_READER",
+                )
+            )
+            return
+        self._num_unread_bytes += _BYTES_PER_TOKEN * len(token_ids)
+        self._delta(index).token_ids.extend(token_ids)
+
+    def add_logprobs(self, index: int, entries: list[TokenLogprobs]) -> None:
+        self._count(entries)
+        self._delta(index).logprobs.extend(entries)
+
+    def add_prompt_logprobs(self, index: int, entries: list[TokenLogprobs]) -> None:
+        self._count(entries)
+        self._delta(index).prompt_logprobs.extend(entries)
+
+    def show_canvas(self, index: int, canvas: Canvas) -> None:
+        self._delta(index).canvas = canvas
+
+    def finish(self, index: int, finish: Finish) -> None:
+        self._live.discard(self._handles[index])
+        self._delta(index).finish = finish
+
+    def fail(self, error: ServiceError) -> None:
+        """Ends the whole request; what has arrived can still be read."""
+        self._live.clear()
+        self._error = self._error or error
+        self._news.set()
+
+    def _count(self, entries: list[TokenLogprobs]) -> None:
+        self._num_unread_bytes += sum(_BYTES_PER_ALTERNATIVE * len(e.token_ids) for e in entries)
+
+    def _delta(self, index: int) -> Delta:
+        delta = self._unread.get(index)
+        if delta is None:
+            delta = self._unread[index] = Delta(index)
+            self.has_begun = True
+            self._news.set()
+        return delta

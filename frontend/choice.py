@@ -1,0 +1,182 @@
+"""One choice of a request: token deltas in, text deltas out.
+
+Owns the choice's detokenizer, stop strings and token count. It does not know the engine or the
+faces; its one signal to the outside is `matched`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from frontend.messages import Canvas, Delta, Finish, FinishReason, Timings, TokenLogprobs, Usage
+from frontend.request import Options
+from frontend.stopping import StopChecker
+from frontend.tokenizer import TextTokenizer
+
+_REASONS = {
+    FinishReason.STOP_TOKEN: "stop",
+    FinishReason.STOP_SEQUENCE: "stop",
+    FinishReason.STOP_STRING: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORTED: "abort",
+    FinishReason.DEADLINE: "abort",
+    FinishReason.ERROR: "error",
+}
+
+
+class TextLogprob(NamedTuple):
+    """A token with its log-probability (None where there is none: the first of a prompt)."""
+
+    token_id: int
+    token: str
+    content: bytes
+    logprob: float | None
+    rank: int
+    top: tuple[TextLogprob, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class TextDelta:
+    """What is new of one choice. `token_ids` and `logprobs` may run ahead of `text`, which holds
+    back half characters and possible stop strings."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TextLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    canvas: Canvas | None = None
+
+
+class PromptView(NamedTuple):
+    """A prompt as it was sent to the engine, and its text where it is needed (echo)."""
+
+    token_ids: list[int]
+    text: str
+
+
+class Choice:
+    """State of one sequence. `matched` is the stop string that ended its text, if one did."""
+
+    def __init__(
+        self, index: int, prompt: PromptView, tokenizer: TextTokenizer, options: Options
+    ) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.matched: str | None = None
+        self.num_tokens = 0
+        self.usage = Usage()
+        self.timings = Timings()
+        self.finish: Finish | None = None
+        self.prompt_logprobs: list[TextLogprob] = []
+        self._tokenizer = tokenizer
+        self._options = options
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=options.skip_special_tokens)
+        self._stops: StopChecker | None = None
+        if options.stop:
+            include = options.include_stop_str_in_output
+            self._stops = StopChecker(options.stop, include=include)
+        self._owes_echo = options.echo
+        self._only_prompt = options.sampling.max_tokens == 0
+
+    def feed(self, delta: Delta) -> TextDelta | None:
+        """The visible part of what happened, or None when nothing can be shown yet."""
+        if delta.prompt_logprobs:
+            self._add_prompt_logprobs(delta.prompt_logprobs)
+        shown = TextDelta(self.index, canvas=delta.canvas)
+        if delta.token_ids and self.matched is None and not self._only_prompt:
+            self._add_tokens(delta, shown)
+        if delta.finish is not None:
+            self._add_finish(delta.finish, shown)
+        if self._owes_echo and (delta.token_ids or delta.finish is not None):
+            self._echo(shown)
+        is_empty = not (shown.text or shown.token_ids or shown.finish_reason or shown.canvas)
+        return None if is_empty else shown
+
+    def _add_tokens(self, delta: Delta, shown: TextDelta) -> None:
+        token_ids, visible = delta.token_ids, delta.token_ids
+        finish = delta.finish
+        if (
+            finish is not None
+            and finish.reason is FinishReason.STOP_TOKEN
+            and finish.stop_token_id == token_ids[-1]
+            and not self._options.include_stop_str_in_output
+        ):
+            visible = token_ids[:-1]  # the token that ended the sequence is counted, not shown
+        if self._stops is None:
+            shown.text = self._detokenizer.feed(visible)
+            num_consumed = len(token_ids)
+        else:
+            shown.text, num_consumed = self._until_stop(self._stops, visible)
+            num_consumed = len(token_ids) if self.matched is None else num_consumed
+        shown.token_ids = token_ids[:num_consumed]
+        self.num_tokens += num_consumed
+        if self._options.logprobs is not None:
+            pairs = zip(shown.token_ids, delta.logprobs, strict=False)
+            shown.logprobs = [self._to_text(token_id, entry) for token_id, entry in pairs]
+
+    def _until_stop(self, stops: StopChecker, token_ids: list[int]) -> tuple[str, int]:
+        """Text up to a stop string, and the number of tokens it took; sets `matched`.
+
+        One token at a time, because the text ends inside a delta of several tokens. The first
+        `min_tokens` tokens cannot contain a stop string.
+        """
+        min_tokens = self._options.sampling.min_tokens or 0
+        texts = []
+        for num_fed, token_id in enumerate(token_ids, start=1):
+            text = self._detokenizer.feed((token_id,))
+            if self.num_tokens + num_fed <= min_tokens:
+                texts.append(stops.skip(text))
+                continue
+            checked = stops.feed(text)
+            texts.append(checked.text)
+            if checked.matched is not None:
+                self.matched = checked.matched
+                return "".join(texts), num_fed
+        return "".join(texts), len(token_ids)
+
+    def _add_finish(self, finish: Finish, shown: TextDelta) -> None:
+        self.finish, self.usage, self.timings = finish, finish.usage, finish.timings
+        if self.matched is None and not self._only_prompt:
+            rest = self._detokenizer.flush()
+            if self._stops is not None:
+                checked = self._stops.feed(rest)
+                self.matched = checked.matched
+                rest = checked.text + ("" if checked.matched else self._stops.flush())
+            shown.text += rest
+        if self.matched is not None:
+            shown.finish_reason, shown.stop_reason = "stop", self.matched
+            return
+        shown.finish_reason = "length" if self._only_prompt else _REASONS[finish.reason]
+        if finish.stop_token_id in self._options.stop_token_ids:
+            shown.stop_reason = finish.stop_token_id
+        elif finish.detail:
+            shown.stop_reason = finish.detail
+
+    def _echo(self, shown: TextDelta) -> None:
+        """The prompt goes in front of the first text. Token ids stay those of the completion."""
+        self._owes_echo = False
+        shown.text = self.prompt.text + shown.text
+        if self._options.logprobs is not None:
+            shown.logprobs = self.prompt_logprobs + shown.logprobs
+
+    def _add_prompt_logprobs(self, entries: list[TokenLogprobs]) -> None:
+        ids, known = self.prompt.token_ids, self.prompt_logprobs
+        if not known:
+            piece = self._tokenizer.piece(ids[0])
+            known.append(TextLogprob(ids[0], piece.text, piece.content, None, 0))
+        for entry in entries:
+            known.append(self._to_text(ids[len(known)], entry))
+
+    def _to_text(self, token_id: int, entry: TokenLogprobs) -> TextLogprob:
+        piece = self._tokenizer.piece
+        others = zip(entry.token_ids[1:], entry.logprobs[1:], strict=True)
+        top = [
+            TextLogprob(other_id, *piece(other_id), value, rank)
+            for rank, (other_id, value) in enumerate(others, start=1)
+        ]
+        text, content = piece(token_id)
+        logprob = entry.logprobs[0] if entry.logprobs else None
+        return TextLogprob(token_id, text, content, logprob, entry.rank, tuple(top))

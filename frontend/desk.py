@@ -1,0 +1,176 @@
+"""The front desk: what all requests of a frontend share, and its start and end.
+
+It does not know HTTP or gRPC; both faces ask it for a Generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from frontend.config import FrontendConfig
+from frontend.engine_client import EngineClient
+from frontend.generation import Generation
+from frontend.messages import EngineFacts
+from frontend.metrics import Metrics
+from frontend.request import Chat, Ingress, TextRequest
+from frontend.served import ServedModel, load_model
+from frontend.tokenizer import EncodePool
+from frontend.validation import check_ids
+from tidemill.runtime.errors import NotFound, Unavailable
+from tidemill.runtime.telemetry import Tracer
+
+_LOG = logging.getLogger("tidemill.frontend")
+
+
+def _plain(stage: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class FrontDesk:
+    """Owns the engine client, the served model, metrics and the set of live requests."""
+
+    def __init__(self, config: FrontendConfig, tracer: Tracer) -> None:
+        self.config = config
+        self.tracer = tracer
+        self.metrics = Metrics()
+        self.pool = EncodePool()
+        self._live: set[Generation] = set()
+        self._idle = asyncio.Event()
+        self.model: ServedModel | None = None
+        self.is_draining = False
+        self.started = time.monotonic()
+        self.engine = EngineClient(
+            config.engine,
+            max_message_bytes=config.max_message_bytes,
+            on_connected=self._load_model,
+        )
+
+    @property
+    def state(self) -> str:
+        """starting, ready or draining."""
+        if self.is_draining or self.engine.state == "draining":
+            return "draining"
+        return "ready" if self.model is not None and self.engine.state == "ready" else "starting"
+
+    def check_ready(self) -> ServedModel:
+        """The served model. Raises Unavailable, with the reason, when requests cannot be taken."""
+        if self.is_draining:
+            raise Unavailable(
+                "this frontend is draining: it finishes running requests and then stops",
+                reason="DRAINING",
+                retry_after_ms=1000,
+            )
+        self.engine.check_ready()
+        assert self.model is not None, "a session without a model"
+        return self.model
+
+    def model_for(self, name: str) -> ServedModel:
+        """The model that clients call `name` ('' is the one there is). Raises NotFound."""
+        model = self.check_ready()
+        if name not in ("", model.name, model.facts.model_id):
+            raise NotFound(
+                f"The model {name!r} does not exist; this server serves {model.name!r}",
+                reason="MODEL_NOT_FOUND",
+                param="model",
+            )
+        return model
+
+    def generation(self, request: TextRequest, ingress: Ingress) -> Generation:
+        """The request's walk, to be entered with `async with`."""
+        return Generation(self, request, ingress)
+
+    @property
+    def num_live(self) -> int:
+        """Requests in this process."""
+        return len(self._live)
+
+    def entered(self, generation: Generation) -> None:
+        self._live.add(generation)
+
+    def left(self, generation: Generation) -> None:
+        self._live.discard(generation)
+        if not self._live:
+            self._idle.set()
+
+    def deadline(self, received: float, timeout_s: float | None) -> float | None:
+        """The deadline of a request that came with this timeout, or with none."""
+        limit = self.config.request_timeout_s if timeout_s is None else timeout_s
+        return None if limit is None else received + limit
+
+    async def tokenize(
+        self,
+        model: ServedModel,
+        prompt: str | Chat,
+        add_special_tokens: bool | None,
+        *,
+        around: Callable[[str], AbstractContextManager[None]] = _plain,
+    ) -> list[int]:
+        """Token ids of a text or a conversation; `around(name)` is entered around each stage.
+
+        Special tokens are added by default to texts only: templates write their own.
+        """
+        text = prompt
+        if isinstance(prompt, Chat):
+            with around("apply_chat_template"):
+                text = await self.pool.run(model.template.render, prompt)
+        if add_special_tokens is None:
+            add_special_tokens = isinstance(prompt, str)
+        with around("tokenize"):
+            encode = model.tokenizer.encode
+            return await self.pool.run(encode, text, add_special_tokens=add_special_tokens)
+
+    async def detokenize(
+        self, model: ServedModel, token_ids: list[int], *, skip_special_tokens: bool
+    ) -> str:
+        """The text of token ids. Raises InvalidRequest for ids outside of the vocabulary."""
+        check_ids("tokens", token_ids, model.facts.vocab_size)
+        decode = model.tokenizer.decode
+        return await self.pool.run(decode, token_ids, skip_special_tokens=skip_special_tokens)
+
+    def metrics_text(self) -> bytes:
+        """The exposition format, with the engine's last load report."""
+        name = "" if self.model is None else self.model.name
+        metrics, load = self.metrics, self.engine.load
+        metrics.engine_up.labels(name).set(self.engine.state != "connecting")
+        metrics.num_running.labels(name).set(load.running)
+        metrics.num_waiting.labels(name).set(load.waiting)
+        metrics.kv_usage.labels(name).set(load.pages_used / max(1, load.pages_total))
+        return metrics.text()
+
+    async def drain(self) -> None:
+        """Refuses new requests and waits for the running ones, as long as configured."""
+        self.is_draining = True
+        if not self._live:
+            return
+        self._idle.clear()
+        try:
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            _LOG.warning("%d requests outlived the drain and are aborted", len(self._live))
+
+    async def close(self) -> None:
+        """Ends the session with the engine and the threads."""
+        await self.engine.close()
+        self.pool.close()
+        await asyncio.to_thread(self.tracer.stop)
+
+    async def _load_model(self, facts: EngineFacts) -> None:
+        """A (re)connected engine: its tokenizer is fetched again only when it has changed."""
+        known = self.model
+        if known is not None and known.facts == facts:
+            return
+        if self.config.tokenizer is not None:
+            folder = Path(self.config.tokenizer)
+            self.model = await self.pool.run(load_model, self.config, facts, folder)
+            return
+        with tempfile.TemporaryDirectory(prefix="tidemill-tokenizer-") as name:
+            await self.engine.fetch_tokenizer(Path(name))
+            self.model = await self.pool.run(load_model, self.config, facts, Path(name))
+        _LOG.info("tokenizer loaded", extra={"model": self.model.name})

@@ -1,0 +1,167 @@
+"""Messages of the engine's contract as the frontend's plain values, and back.
+
+It does not know streams or sessions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from frontend.messages import (
+    Canvas,
+    EngineFacts,
+    Finish,
+    FinishReason,
+    Sequence,
+    Timings,
+    TokenLogprobs,
+    Usage,
+)
+from tidemill.runtime.errors import FailedPrecondition, ServiceError, from_grpc_code
+from tidemill.v1 import engine_pb2 as pb
+
+_MAX_TOKENIZER_BYTES = 256 << 20
+
+
+def to_spec(sequence: Sequence) -> pb.GenerateSpec:
+    """The sequence without what belongs to its whole request (ids, timeout, trace)."""
+    given = sequence.sampling
+    spec = pb.GenerateSpec(
+        prompt_token_ids=sequence.prompt,
+        sampling=pb.SamplingParams(
+            temperature=given.temperature,
+            top_p=given.top_p,
+            top_k=given.top_k,
+            min_p=given.min_p,
+            repetition_penalty=given.repetition_penalty,
+            presence_penalty=given.presence_penalty,
+            frequency_penalty=given.frequency_penalty,
+            logit_bias=given.logit_bias,
+            seed=given.seed,
+            max_tokens=given.max_tokens,
+            min_tokens=given.min_tokens,
+        ),
+        stop=pb.StopSpec(token_ids=sequence.stop_token_ids, ignore_eos=sequence.ignore_eos),
+        logprobs=pb.LogprobsSpec(top=sequence.logprobs, prompt_top=sequence.prompt_logprobs),
+        cache_salt=sequence.cache_salt,
+        priority=sequence.priority,
+        fairness_key=sequence.fairness_key,
+        choice=sequence.choice,
+        emit_canvas=sequence.emit_canvas,
+    )
+    if sequence.decoding.method or sequence.decoding.params:
+        spec.decoding.method = sequence.decoding.method or ""
+        spec.decoding.params.update(sequence.decoding.params)
+    return spec
+
+
+def to_facts(answer: pb.GetEngineInfoResponse) -> EngineFacts:
+    decoding = answer.decoding
+    return EngineFacts(
+        instance_id=answer.instance_id,
+        model_id=answer.model_id,
+        max_model_len=answer.limits.max_model_len,
+        vocab_size=answer.limits.vocab_size,
+        max_logprobs=answer.limits.max_logprobs,
+        tokenizer_sha256=answer.tokenizer_sha256,
+        default_method=decoding.default_method,
+        methods=tuple(decoding.methods),
+        block_length=decoding.block_length,
+        mask_token_id=decoding.mask_token_id if decoding.HasField("mask_token_id") else None,
+        eos_token_ids=tuple(answer.eos_token_ids),
+    )
+
+
+def to_logprobs(positions: Iterable[pb.TokenLogprobs]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(tuple(p.token_ids), tuple(p.logprobs), p.rank) for p in positions]
+
+
+def to_canvas(row: pb.CanvasRow) -> Canvas:
+    fixed = tuple(flag != 0 for flag in row.fixed)
+    return Canvas(row.block_start, tuple(unpack_ids(row.token_ids)), fixed, row.denoise_step)
+
+
+def to_finish(finish: pb.Finish) -> Finish:
+    usage, timings = finish.usage, finish.timings
+    return Finish(
+        reason=FinishReason(finish.reason),
+        stop_token_id=finish.stop_token_id if finish.HasField("stop_token_id") else None,
+        detail=finish.detail,
+        usage=Usage(
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.output_tokens,
+            usage.forward_passes,
+            usage.denoise_steps,
+            usage.preemptions,
+        ),
+        timings=Timings(
+            timings.arrival_unix_ns, timings.queue_ns, timings.prefill_ns, timings.decode_ns
+        ),
+    )
+
+
+def to_error(failed: pb.Failed) -> ServiceError:
+    return from_grpc_code(failed.code)(
+        failed.message,
+        reason=failed.reason or None,
+        param=failed.param or None,
+        retry_after_ms=failed.retry_after_ms or None,
+        facts=dict(failed.metadata),
+    )
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    """Token ids from little-endian uint32."""
+    ids = array("I", packed)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tolist()
+
+
+def pack_ids(token_ids: list[int]) -> bytes:
+    """Token ids as little-endian uint32."""
+    ids = array("I", token_ids)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
+
+
+async def unpack_tokenizer(stream: Any, folder: Path) -> None:
+    """Writes the files of a GetTokenizer stream into `folder`.
+
+    Raises FailedPrecondition when the digest does not fit or a name is not a plain file name.
+    """
+    manifest: pb.TokenizerManifest | None = None
+    contents: list[bytearray] = []
+    async for answer in stream:
+        if answer.WhichOneof("part") == "manifest":
+            manifest = answer.manifest
+            contents = [bytearray() for _ in manifest.files]
+            continue
+        contents[answer.chunk.file] += answer.chunk.content
+        if sum(map(len, contents)) > _MAX_TOKENIZER_BYTES:
+            raise _refused(f"it is larger than {_MAX_TOKENIZER_BYTES} bytes")
+    if manifest is None:
+        raise _refused("it sent no manifest")
+    digest = hashlib.sha256()
+    for file, content in zip(manifest.files, contents, strict=True):
+        if Path(file.name).name != file.name or len(content) != file.size:
+            raise _refused(f"the file {file.name!r} is unusable or incomplete")
+        digest.update(content)
+    if digest.hexdigest() != manifest.sha256:
+        raise _refused(f"the digest is {digest.hexdigest()}, the manifest says {manifest.sha256}")
+    for file, content in zip(manifest.files, contents, strict=True):
+        (folder / file.name).write_bytes(content)
+
+
+def _refused(why: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"cannot use the engine's tokenizer: {why}; name a folder with --tokenizer",
+        reason="TOKENIZER_BROKEN",
+    )

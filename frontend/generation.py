@@ -1,0 +1,258 @@
+"""One request's walk: prompts -> token ids -> engine -> text deltas, the same for both faces.
+
+It does not know HTTP or gRPC messages; it owns the request from admission to its log line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from frontend.call import Call
+from frontend.choice import Choice, PromptView, TextDelta, TextLogprob
+from frontend.engine_convert import pack_ids
+from frontend.messages import Delta, FinishReason, Sequence, Timings, Usage
+from frontend.observation import Observation
+from frontend.request import Ingress, Prompt, TextRequest
+from frontend.served import ServedModel
+from frontend.validation import DEFAULT_COMPLETION_TOKENS, check_request, fit
+from tidemill.runtime.errors import DeadlineExceeded, EngineDead
+
+if TYPE_CHECKING:
+    from frontend.desk import FrontDesk
+
+_GRACE_S = 1.0
+"""How much longer than the deadline we wait for the engine's own word that it passed."""
+_RECONNECT_S = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class ChoiceResult:
+    """A finished choice."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TextLogprob] = field(default_factory=list)
+    finish_reason: str = ""
+    stop_reason: str | int | None = None
+
+
+class Generation:
+    """Use as `async with`: leaving the block ends the request at the engine, whatever happened.
+
+    Inside, either iterate over `deltas()` or await `collect()`, once.
+    """
+
+    def __init__(self, desk: FrontDesk, request: TextRequest, ingress: Ingress) -> None:
+        self._desk = desk
+        self._request = request
+        self._ingress = ingress
+        self._call: Call | None = None
+        self._max_tokens: list[int | None] = []
+        self._span = ingress.span
+        self.model: ServedModel = desk.model_for(request.options.model)
+        self.prompts: list[PromptView] = []
+        self.choices: list[Choice] = []
+        self._seen = Observation(desk.metrics, self.model.name, ingress, request)
+
+    async def __aenter__(self) -> Generation:
+        self._desk.entered(self)
+        try:
+            check_request(self._request, self.model.facts, self._desk.config.max_n)
+            for prompt in self._request.prompts:
+                await self._add_prompt(prompt)
+            self._span = self._seen.start_client_span()
+            self._call = self._submit()
+        except BaseException as failure:
+            await self._leave(failure)
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        failure: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._leave(failure)
+
+    @property
+    def is_echoing(self) -> bool:
+        """Whether the choices' texts begin with their prompts."""
+        return self._request.options.echo
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens up to now; a prompt counts once, whatever its number of choices."""
+        n = self._request.options.n
+        return Usage(
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
+            cached_tokens=sum(choice.usage.cached_tokens for choice in self.choices[::n]),
+            output_tokens=sum(choice.num_tokens for choice in self.choices),
+            forward_passes=sum(choice.usage.forward_passes for choice in self.choices),
+            denoise_steps=sum(choice.usage.denoise_steps for choice in self.choices),
+            preemptions=sum(choice.usage.preemptions for choice in self.choices),
+        )
+
+    @property
+    def timings(self) -> Timings:
+        """Those of the choice that took longest."""
+        return max((c.timings for c in self.choices), key=lambda t: t.queue_ns + t.decode_ns)
+
+    async def deltas(self) -> AsyncIterator[list[TextDelta]]:
+        """Everything new, a list at a time, until all choices have finished.
+
+        Raises the request's ServiceError; DeadlineExceeded when its time is up.
+        """
+        num_left = len(self.choices)
+        while num_left:
+            news = []
+            for delta in await self._read():
+                choice = self.choices[delta.index]
+                was_matched = choice.matched is not None
+                shown = choice.feed(delta)
+                if delta.finish is not None:
+                    num_left -= 1
+                    self._check_deadline(delta.finish.reason)
+                elif choice.matched is not None and not was_matched:
+                    self._stop_engine(choice)
+                if delta.token_ids:
+                    self._seen.delivered(delta.index)
+                if shown is not None:
+                    news.append(shown)
+            if news:
+                yield news
+
+    async def collect(self) -> list[ChoiceResult]:
+        """All choices, finished, in the order of their index."""
+        results = [ChoiceResult(choice.index) for choice in self.choices]
+        texts: list[list[str]] = [[] for _ in results]
+        async for news in self.deltas():
+            for delta in news:
+                result = results[delta.index]
+                texts[delta.index].append(delta.text)
+                result.token_ids += delta.token_ids
+                result.logprobs += delta.logprobs
+                if delta.finish_reason is not None:
+                    result.finish_reason = delta.finish_reason
+                    result.stop_reason = delta.stop_reason
+        for result, parts in zip(results, texts, strict=True):
+            result.text = "".join(parts)
+        return results
+
+    async def _add_prompt(self, prompt: Prompt) -> None:
+        """Renders, encodes and fits one prompt, and makes its choices."""
+        options, model = self._request.options, self.model
+        param, text = self._request.prompt_param, prompt if isinstance(prompt, str) else ""
+        if isinstance(prompt, tuple):
+            token_ids = list(prompt)
+        else:
+            token_ids = await self._desk.tokenize(
+                model, prompt, options.add_special_tokens, around=self._seen.inner_span
+            )
+        is_default = param == "prompt" and options.sampling.max_tokens is None
+        if is_default:
+            sampling = replace(options.sampling, max_tokens=DEFAULT_COMPLETION_TOKENS)
+            options = replace(options, sampling=sampling)
+        fitted, max_tokens = fit(
+            token_ids, options, model.facts, param=param, is_default=is_default
+        )
+        if options.echo and (not text or len(fitted) < len(token_ids)):
+            text = model.tokenizer.decode(fitted, skip_special_tokens=options.skip_special_tokens)
+        view = PromptView(fitted, text)
+        self.prompts.append(view)
+        self._max_tokens.append(max_tokens)
+        for _ in range(options.n):
+            index = len(self.choices)
+            self.choices.append(Choice(index, view, model.tokenizer, self._request.options))
+
+    def _submit(self) -> Call:
+        return self._desk.engine.open(
+            self._ingress.request_id,
+            [self._sequence(choice) for choice in self.choices],
+            timeout_ms=self._remaining_ms(),
+            trace=self._span.context,
+        )
+
+    def _sequence(self, choice: Choice) -> Sequence:
+        options = self._request.options
+        of_prompt, number = divmod(choice.index, options.n)
+        max_tokens = self._max_tokens[of_prompt]
+        # Scoring only: the engine generates at least one token, which nobody sees.
+        max_tokens = 1 if max_tokens == 0 else max_tokens
+        scores = options.prompt_logprobs
+        if options.echo and options.logprobs is not None:
+            scores = max(options.logprobs, scores or 0)
+        return Sequence(
+            index=choice.index,
+            choice=number,
+            prompt=pack_ids(choice.prompt.token_ids),
+            sampling=replace(options.sampling, max_tokens=max_tokens),
+            decoding=options.decoding,
+            stop_token_ids=options.stop_token_ids,
+            ignore_eos=options.ignore_eos,
+            logprobs=options.logprobs,
+            prompt_logprobs=scores,
+            cache_salt=options.cache_salt,
+            priority=options.priority,
+            fairness_key=options.fairness_key,
+            emit_canvas=options.emit_canvas,
+        )
+
+    def _remaining_ms(self) -> int | None:
+        """At least 1, so that it is the engine that counts and answers a passed deadline."""
+        if self._ingress.deadline is None:
+            return None
+        remaining = self._ingress.deadline - asyncio.get_running_loop().time()
+        return max(1, int(1000 * remaining))
+
+    async def _read(self) -> list[Delta]:
+        """News of the engine; a session that was lost before the first token is tried once more.
+
+        Only the same engine process is asked again: what made one process die is not fed to the
+        next one.
+        """
+        assert self._call is not None, "deltas() outside of the block"
+        deadline = self._ingress.deadline
+        try:
+            async with asyncio.timeout_at(None if deadline is None else deadline + _GRACE_S):
+                return await self._call.read()
+        except TimeoutError:
+            raise self._too_late() from None
+        except EngineDead as lost:
+            engine = self._desk.engine
+            if self._call.has_begun or not await engine.wait_ready(_RECONNECT_S):
+                raise
+            if engine.instance_id != lost.facts.get("instance_id"):
+                raise
+        self._call = self._submit()
+        return await self._read()
+
+    def _stop_engine(self, choice: Choice) -> None:
+        assert self._call is not None, "a choice fed without a call"
+        assert choice.matched is not None, "stopped without a match"
+        self._call.stop(choice.index, choice.num_tokens, choice.matched)
+
+    def _check_deadline(self, reason: FinishReason) -> None:
+        if reason is FinishReason.DEADLINE:
+            raise self._too_late()
+
+    def _too_late(self) -> DeadlineExceeded:
+        deadline = self._ingress.deadline or self._ingress.received
+        return DeadlineExceeded(
+            f"the request did not finish within {deadline - self._ingress.received:.3f} s; "
+            "ask for fewer tokens or allow more time"
+        )
+
+    async def _leave(self, failure: BaseException | None) -> None:
+        """Ends the request on every path. Once its deadline is over, the engine ends it itself."""
+        self._desk.left(self)
+        deadline = self._ingress.deadline
+        is_over = deadline is not None and asyncio.get_running_loop().time() >= deadline
+        if self._call is not None:
+            self._call.close(abort=not is_over)
+        self._seen.ended(self, failure)

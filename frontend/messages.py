@@ -1,0 +1,126 @@
+"""What crosses the border between the frontend's rooms and its engine client.
+
+It does not know protobuf: engine_client.py translates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+from frontend.request import Decoding, Sampling
+
+
+class FinishReason(IntEnum):
+    """Numbers equal those of tidemill.v1.FinishReason."""
+
+    STOP_TOKEN = 1
+    STOP_SEQUENCE = 2
+    STOP_STRING = 3
+    LENGTH = 4
+    ABORTED = 5
+    DEADLINE = 6
+    ERROR = 7
+
+
+class TokenLogprobs(NamedTuple):
+    """One position: the token itself first, then the alternatives, best first."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int
+
+
+class Usage(NamedTuple):
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    forward_passes: int = 0
+    denoise_steps: int = 0
+    preemptions: int = 0
+
+
+class Timings(NamedTuple):
+    """Durations in nanoseconds, and the wall-clock start they are counted from."""
+
+    arrival_unix_ns: int = 0
+    queue_ns: int = 0
+    prefill_ns: int = 0
+    decode_ns: int = 0
+
+
+class Finish(NamedTuple):
+    reason: FinishReason
+    stop_token_id: int | None
+    detail: str
+    usage: Usage
+    timings: Timings
+
+
+class Canvas(NamedTuple):
+    """Tentative tail of a diffusion row; `block_start` is an absolute position."""
+
+    block_start: int
+    token_ids: tuple[int, ...]
+    fixed: tuple[bool, ...]
+    step: int
+
+
+class Load(NamedTuple):
+    running: int = 0
+    waiting: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Delta:
+    """What happened to one sequence since its reader last looked; later steps merge into it."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    canvas: Canvas | None = None
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequence:
+    """One sequence to generate, as the engine is asked for it.
+
+    `index` numbers it within its request, `choice` within its prompt (it keys the random
+    numbers). `prompt` is little-endian uint32 token ids.
+    """
+
+    index: int
+    choice: int
+    prompt: bytes
+    sampling: Sampling
+    decoding: Decoding
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    cache_salt: str = ""
+    priority: int = 0
+    fairness_key: str = ""
+    emit_canvas: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What an engine says about itself when it is connected."""
+
+    instance_id: str
+    model_id: str
+    max_model_len: int
+    vocab_size: int
+    max_logprobs: int
+    tokenizer_sha256: str
+    default_method: str
+    methods: tuple[str, ...]
+    block_length: int
+    mask_token_id: int | None
+    eos_token_ids: tuple[int, ...]

@@ -1,0 +1,163 @@
+"""What is measured, traced and logged about one request. It changes nothing about it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from frontend.metrics import Metrics
+from frontend.request import Chat, Ingress, TextRequest
+from tidemill.runtime.errors import ServiceError
+from tidemill.runtime.telemetry import Attributes, Span
+
+if TYPE_CHECKING:
+    from frontend.generation import Generation
+
+_LOG = logging.getLogger("tidemill.frontend.request")
+
+
+class Observation:
+    """Clocks and counters of one request; nothing is done per token."""
+
+    def __init__(
+        self, metrics: Metrics, model_name: str, ingress: Ingress, request: TextRequest
+    ) -> None:
+        self._metrics = metrics
+        self._model_name = model_name
+        self._ingress = ingress
+        self._request = request
+        self._client_span: Span | None = None
+        self._last: dict[int, float] = {}
+        self._first: float | None = None
+        self._between = metrics.inter_token_latency.labels(model_name)
+
+    @contextmanager
+    def inner_span(self, name: str) -> Iterator[None]:
+        """An INTERNAL span of the request around a block."""
+        span = self._ingress.span.child(name)
+        try:
+            yield
+        except BaseException as failure:
+            span.end(error=str(failure) or type(failure).__name__)
+            raise
+        span.end()
+
+    def start_client_span(self) -> Span:
+        """The CLIENT span that covers the engine's work; its context travels inside Submit."""
+        is_chat = isinstance(self._request.prompts[0], Chat)
+        operation = "chat" if is_chat else "text_completion"
+        name = f"{operation} {self._model_name}"
+        self._client_span = self._ingress.span.child(name, kind="CLIENT")
+        return self._client_span
+
+    def delivered(self, index: int) -> None:
+        """Tokens of a choice have arrived."""
+        now = asyncio.get_running_loop().time()
+        last = self._last.get(index)
+        if self._first is None:
+            self._first = now
+            ttft = self._metrics.time_to_first_token.labels(self._model_name)
+            ttft.observe(now - self._ingress.received)
+        if last is not None:
+            self._between.observe(now - last)
+        self._last[index] = now
+
+    def ended(self, generation: Generation, failure: BaseException | None) -> None:
+        """The one log line, the counters, and the end of the CLIENT span."""
+        now = asyncio.get_running_loop().time()
+        outcome = _outcome(generation, failure)
+        self._count(generation, failure, now)
+        usage = generation.usage
+        if self._client_span is not None:
+            self._client_span.end(
+                attributes=self._attributes(generation),
+                error=None if failure is None else outcome,
+            )
+        first = None if self._first is None else round(self._first - self._ingress.received, 4)
+        context = self._ingress.span.context
+        trace = {} if context is None else {"trace_id": f"{context.trace_id:032x}"}
+        _LOG.info(
+            "request %s",
+            outcome,
+            extra={
+                "request_id": self._ingress.request_id,
+                "model": self._model_name,
+                "prompt_tokens": usage.prompt_tokens,
+                "cached_tokens": usage.cached_tokens,
+                "completion_tokens": usage.output_tokens,
+                "ttft_s": first,
+                "e2e_s": round(now - self._ingress.received, 4),
+                **trace,
+            },
+        )
+
+    def _count(self, generation: Generation, failure: BaseException | None, now: float) -> None:
+        metrics, name, usage = self._metrics, self._model_name, generation.usage
+        for choice in generation.choices:
+            if choice.finish is None:
+                continue
+            reason = "stop" if choice.matched else choice.finish.reason.name.lower()
+            metrics.request_success.labels(name, reason).inc()
+            metrics.request_generation_tokens.labels(name).observe(choice.num_tokens)
+            metrics.queue_time.labels(name).observe(choice.timings.queue_ns / 1e9)
+            metrics.prefill_time.labels(name).observe(choice.timings.prefill_ns / 1e9)
+            metrics.decode_time.labels(name).observe(choice.timings.decode_ns / 1e9)
+        metrics.generation_tokens.labels(name).inc(usage.output_tokens)
+        metrics.forward_passes.labels(name).inc(usage.forward_passes)
+        metrics.denoise_steps.labels(name).inc(usage.denoise_steps)
+        metrics.num_preemptions.labels(name).inc(usage.preemptions)
+        if failure is not None:
+            metrics.request_failure.labels(name, _error_type(failure)).inc()
+            return
+        metrics.prompt_tokens.labels(name).inc(usage.prompt_tokens)
+        metrics.cached_tokens.labels(name).inc(usage.cached_tokens)
+        metrics.request_prompt_tokens.labels(name).observe(usage.prompt_tokens)
+        metrics.request_params_n.labels(name).observe(self._request.options.n)
+        metrics.e2e_latency.labels(name).observe(now - self._ingress.received)
+        if self._first is not None and usage.output_tokens > 1:
+            per_token = (now - self._first) / (usage.output_tokens - 1)
+            metrics.time_per_output_token.labels(name).observe(per_token)
+
+    def _attributes(self, generation: Generation) -> Attributes:
+        options, usage = self._request.options, generation.usage
+        is_chat = isinstance(self._request.prompts[0], Chat)
+        found: dict[str, str | int | float | bool | None] = {
+            "gen_ai.operation.name": "chat" if is_chat else "text_completion",
+            "gen_ai.provider.name": "tidemill",
+            "gen_ai.request.model": options.model or self._model_name,
+            "gen_ai.request.max_tokens": options.sampling.max_tokens,
+            "gen_ai.request.temperature": options.sampling.temperature,
+            "gen_ai.request.top_p": options.sampling.top_p,
+            "gen_ai.request.top_k": options.sampling.top_k,
+            "gen_ai.request.seed": options.sampling.seed,
+            "gen_ai.request.choice.count": options.n,
+            "gen_ai.response.id": self._ingress.request_id,
+            "gen_ai.response.model": self._model_name,
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.output_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        }
+        if self._first is not None:
+            found["gen_ai.response.time_to_first_chunk"] = self._first - self._ingress.received
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def _error_type(failure: BaseException) -> str:
+    if isinstance(failure, ServiceError):
+        return failure.reason.lower()
+    return "cancelled" if isinstance(failure, _GONE) else type(failure).__name__
+
+
+def _outcome(generation: Generation, failure: BaseException | None) -> str:
+    if isinstance(failure, ServiceError):
+        return f"failed: {failure.message}"
+    if failure is not None:
+        return "aborted" if isinstance(failure, _GONE) else f"failed: {failure!r}"
+    is_done = all(choice.finish is not None for choice in generation.choices)
+    return "finished" if is_done else "aborted"
+
+
+_GONE = (asyncio.CancelledError, GeneratorExit)

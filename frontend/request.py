@@ -1,0 +1,106 @@
+"""What a client asks for, the same for HTTP and gRPC.
+
+It does not know either of them, nor the engine's wire format.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidemill.runtime.telemetry import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Knobs of one sequence; None takes the engine's default for the checkpoint."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """Decoding method (None: the engine's default) and its knobs."""
+
+    method: str | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Everything about a generation that is neither the prompt nor the messages.
+
+    `logprobs` and `prompt_logprobs` count alternatives per token; None means none at all.
+    `add_special_tokens` None means: yes for text prompts, no for chats (the template adds them).
+    """
+
+    model: str = ""
+    n: int = 1
+    sampling: Sampling = field(default_factory=Sampling)
+    decoding: Decoding = field(default_factory=Decoding)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str = ""
+    priority: int = 0
+    fairness_key: str = ""
+    emit_canvas: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """A conversation to be rendered with the chat template.
+
+    Messages are dicts with `role` and `content` (a string), as templates expect them.
+    """
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+Prompt = str | tuple[int, ...] | Chat
+"""Text, token ids, or a conversation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest:
+    """One request of a client: several prompts make several groups of `options.n` choices."""
+
+    prompts: tuple[Prompt, ...]
+    options: Options
+    prompt_param: str = "prompt"
+    """The field that a prompt's faults are reported under."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ingress:
+    """How a request came in: its name, its clock and its place in a trace.
+
+    `received` and `deadline` are seconds of the event loop's clock (CLOCK_MONOTONIC), `created`
+    is in seconds since the epoch.
+    """
+
+    request_id: str
+    received: float
+    created: int
+    span: Span
+    deadline: float | None = None

@@ -1,0 +1,38 @@
+"""The model that is being served, as the text side sees it. Replaced as a whole, never changed.
+
+It does not know connections.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from frontend.config import FrontendConfig
+from frontend.messages import EngineFacts
+from frontend.template import ChatTemplate, load_template
+from frontend.tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """`name` is what clients write in `model`; `created` is in seconds since the epoch."""
+
+    name: str
+    created: int
+    facts: EngineFacts
+    tokenizer: TextTokenizer
+    template: ChatTemplate
+
+
+def load_model(config: FrontendConfig, facts: EngineFacts, folder: Path) -> ServedModel:
+    """Reads tokenizer and template; blocks. Raises FailedPrecondition saying what is wrong."""
+    tokenizer = TextTokenizer(folder)
+    return ServedModel(
+        name=config.served_model_name or facts.model_id,
+        created=int(time.time()),
+        facts=facts,
+        tokenizer=tokenizer,
+        template=load_template(tokenizer, config.chat_template),
+    )

@@ -1,0 +1,124 @@
+"""Renders conversations with the model's chat template, the way transformers does.
+
+It does not know tokens. The rendering function is transformers' own, so that there is one code
+path for templates in the whole field; importing it does not import torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+import jinja2
+import jinja2.meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from frontend.request import Chat
+from frontend.tokenizer import TextTokenizer
+from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, Unsupported
+
+_LOG = logging.getLogger("tidemill.frontend")
+_PLAIN = (
+    "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}"
+    "{% if not loop.last %}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}\nAssistant:{% endif %}"
+)
+"""For models without a template: the plain form that base models continue best."""
+_RESERVED = frozenset(inspect.signature(render_jinja_template).parameters) | {"messages"}
+
+
+class ChatTemplate:
+    """One template with the special tokens it may refer to."""
+
+    def __init__(self, source: str | None, special_tokens: dict[str, str]) -> None:
+        """Raises FailedPrecondition when the template does not compile."""
+        self._source = source or _PLAIN
+        self._special_tokens = special_tokens
+        try:
+            parsed = _environment().parse(self._source)
+        except jinja2.TemplateSyntaxError as failure:
+            raise FailedPrecondition(
+                f"the chat template does not compile (line {failure.lineno}): {failure.message}; "
+                "correct it or choose another one with --chat-template",
+                reason="TEMPLATE_BROKEN",
+                param="chat_template",
+            ) from failure
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
+
+    def render(self, chat: Chat) -> str:
+        """The prompt's text. Raises InvalidRequest when the template refuses the messages."""
+        self._check(chat)
+        try:
+            rendered = render_jinja_template(
+                [chat.messages],
+                chat_template=self._source,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
+                **{**self._special_tokens, **chat.template_kwargs},
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as failure:
+            raise InvalidRequest(
+                f"the chat template cannot render these messages: {failure}", param="messages"
+            ) from failure
+        conversations, _ = cast("tuple[list[str], Any]", rendered)
+        return conversations[0]
+
+    def _check(self, chat: Chat) -> None:
+        if chat.add_generation_prompt and chat.continue_final_message:
+            raise InvalidRequest(
+                "add_generation_prompt and continue_final_message exclude each other: a final "
+                "message is either answered or continued; set one of them to false",
+                param="continue_final_message",
+            )
+        for name in chat.template_kwargs:
+            if name in _RESERVED:
+                raise InvalidRequest(
+                    f"{name!r} cannot be set through chat_template_kwargs",
+                    param="chat_template_kwargs",
+                )
+        if "reasoning_effort" in chat.template_kwargs and "reasoning_effort" not in self.variables:
+            raise Unsupported(
+                "reasoning_effort: the chat template of this model has no such setting",
+                param="reasoning_effort",
+            )
+
+
+def load_template(tokenizer: TextTokenizer, file: str | None) -> ChatTemplate:
+    """The template of `file` (flag --chat-template), else the tokenizer's, else a plain one."""
+    if file is not None:
+        try:
+            source: str | None = Path(file).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as failure:
+            raise FailedPrecondition(
+                f"cannot read the chat template {file}: {failure}; correct --chat-template",
+                reason="TEMPLATE_MISSING",
+                param="chat_template",
+            ) from failure
+        return ChatTemplate(source, tokenizer.template_variables)
+    if tokenizer.chat_template is None:
+        _LOG.warning(
+            "the tokenizer has no chat template: chats are rendered as 'Role: text' lines; "
+            "choose a template with --chat-template"
+        )
+    return ChatTemplate(tokenizer.chat_template, tokenizer.template_variables)
+
+
+def _environment() -> jinja2.Environment:
+    """Accepts what transformers' environment accepts; used for parsing only."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """The {% generation %} block that training code marks assistant text with."""
+
+    tags = frozenset({"generation"})  # type: ignore[assignment]
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

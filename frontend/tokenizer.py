@@ -1,0 +1,185 @@
+"""Text to token ids and back, for one model.
+
+It does not know requests; encoding blocks and belongs on a thread (see EncodePool).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from tokenizers import Tokenizer
+
+from frontend.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
+
+Result = TypeVar("Result")
+
+
+class Piece(NamedTuple):
+    """One token on its own: what it reads as, and its bytes (half characters stay bytes)."""
+
+    text: str
+    content: bytes
+
+
+class EncodePool:
+    """Threads on which prompts are rendered and encoded, so that streams go on meanwhile.
+
+    The library releases the interpreter lock while it encodes, so two threads keep two cores
+    busy; more would only take time from the event loop.
+    """
+
+    def __init__(self, num_threads: int = 2) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="encode")
+
+    async def run(self, work: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class TextTokenizer:
+    """A tokenizer folder: tokenizer.json, and what tokenizer_config.json says about templates.
+
+    `template_variables` are the special tokens by name, `chat_template` the template's text or
+    None. Raises FailedPrecondition, saying what to do, when the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = _load(folder)
+        settings = _read_json(folder / "tokenizer_config.json")
+        self.template_variables = _special_tokens(
+            {**_read_json(folder / "special_tokens_map.json"), **settings}
+        )
+        self.chat_template = _chat_template(folder, settings)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        self._pieces = self._byte_pieces()
+        self._visible = self._pieces and [
+            b"" if i in self._special else piece for i, piece in enumerate(self._pieces)
+        ]
+        self._single: dict[int, Piece] = {}
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids. Raises InvalidRequest for text that is not Unicode (lone surrogates)."""
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as failure:
+            raise InvalidRequest(f"the text is not valid Unicode: {failure}") from failure
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The whole sequence's text; ids without a token decode to nothing."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
+        """A fresh incremental decoder for one choice."""
+        if self._pieces is not None and self._visible is not None:
+            return ByteDetokenizer(self._visible if skip_special_tokens else self._pieces)
+        return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens))
+
+    def piece(self, token_id: int) -> Piece:
+        """One token on its own, for logprobs."""
+        known = self._single.get(token_id)
+        if known is None:
+            known = self._single[token_id] = self._make_piece(token_id)
+        return known
+
+    def _make_piece(self, token_id: int) -> Piece:
+        if self._pieces is not None:
+            content = self._pieces[token_id] if token_id < len(self._pieces) else b""
+            return Piece(content.decode("utf-8", "replace"), content)
+        name = self._tokenizer.id_to_token(token_id) or ""
+        if name.startswith("<0x") and name.endswith(">") and len(name) == 6:
+            content = bytes([int(name[3:5], 16)])
+            return Piece(content.decode("utf-8", "replace"), content)
+        # Decoders strip the space in front of a sequence: decode behind another token.
+        around = self.decode([token_id, token_id], skip_special_tokens=False)
+        alone = self.decode([token_id], skip_special_tokens=False)
+        text = around[len(alone) :]
+        return Piece(text, text.encode())
+
+    def _byte_pieces(self) -> list[bytes] | None:
+        """Bytes of each token of a byte-level vocabulary; None for other vocabularies."""
+        decoder = json.loads(self._tokenizer.to_str())["decoder"] or {}
+        if decoder.get("type") != "ByteLevel":
+            return None
+        byte_of = _byte_alphabet()
+        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        pieces = [b""] * max(size, max(ids.values(), default=-1) + 1)
+        for name, token_id in ids.items():
+            try:
+                pieces[token_id] = bytes([byte_of[c] for c in name])
+            except KeyError:  # an added token with characters outside the alphabet stands as it is
+                pieces[token_id] = name.encode()
+        return pieces
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Inverse of GPT-2's printable names for the 256 bytes."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in set(printable)]
+    names = {chr(b): b for b in printable}
+    return names | {chr(256 + i): b for i, b in enumerate(rest)}
+
+
+def _load(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise FailedPrecondition(
+            f"no tokenizer.json in {folder}: put one there (transformers: "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(folder)) or name another folder "
+            "with --tokenizer",
+            reason="TOKENIZER_MISSING",
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as failure:  # the library raises bare Exception for a broken file
+        raise FailedPrecondition(
+            f"{path} is not a tokenizer: {failure}", reason="TOKENIZER_BROKEN"
+        ) from failure
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as failure:
+        raise FailedPrecondition(
+            f"{path} is not JSON: {failure}; fetch the file again", reason="TOKENIZER_BROKEN"
+        ) from failure
+    return content if isinstance(content, dict) else {}
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and so on, which chat templates may refer to."""
+    found = {}
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """chat_template.jinja goes before the setting; of several named ones, `default` counts."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text("utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

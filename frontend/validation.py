@@ -1,0 +1,120 @@
+"""What only a frontend can check: prompts against the context, stop strings, echo, n.
+
+It does not check sampling values: the engine's admission is the one authority on those, so that
+callers that speak token ids get the same answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from frontend.messages import EngineFacts
+from frontend.request import Options, TextRequest
+from tidemill.runtime.errors import InvalidRequest
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_PROMPTS = 1024
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+def check_request(request: TextRequest, facts: EngineFacts, max_n: int) -> None:
+    """Raises InvalidRequest naming the parameter."""
+    options = request.options
+    if not 1 <= options.n <= max_n:
+        raise InvalidRequest(f"n is {options.n}; it must lie in 1..{max_n}", param="n")
+    if not 1 <= len(request.prompts) <= MAX_PROMPTS:
+        raise InvalidRequest(
+            f"there are {len(request.prompts)} prompts; send 1 to {MAX_PROMPTS} in one request",
+            param=request.prompt_param,
+        )
+    _check_stops(options)
+    _check_max_tokens(options)
+    check_ids("stop_token_ids", options.stop_token_ids, facts.vocab_size)
+    check_ids("logit_bias", options.sampling.logit_bias, facts.vocab_size)
+    for name, count in (
+        ("logprobs", options.logprobs),
+        ("prompt_logprobs", options.prompt_logprobs),
+    ):
+        if count is not None and not 0 <= count <= facts.max_logprobs:
+            raise InvalidRequest(
+                f"{name} is {count}; it must lie in 0..{facts.max_logprobs}", param=name
+            )
+    for prompt in request.prompts:
+        if isinstance(prompt, tuple):
+            check_ids(request.prompt_param, prompt, facts.vocab_size)
+        if prompt in ("", ()):
+            raise InvalidRequest(
+                f"{request.prompt_param} is empty; it needs at least one token",
+                param=request.prompt_param,
+            )
+
+
+def fit(
+    token_ids: list[int], options: Options, facts: EngineFacts, *, param: str, is_default: bool
+) -> tuple[list[int], int | None]:
+    """The prompt's ids and max_tokens within the context; the start of a prompt is what is cut.
+
+    `max_tokens` None means: the room left. With `is_default` it is our own choice and shrinks to
+    the room; what the client asked for must fit. Raises InvalidRequest context_length_exceeded.
+    """
+    limit, max_tokens = facts.max_model_len, options.sampling.max_tokens
+    keep = options.truncate_prompt_tokens
+    if keep is not None:
+        room = limit - max(1, max_tokens or 1)
+        keep = room if keep == -1 else keep
+        if keep < 1:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens is {options.truncate_prompt_tokens}; it must be at least "
+                "1, or -1 for what fits the context",
+                param="truncate_prompt_tokens",
+            )
+        token_ids = token_ids[-keep:]
+    if not token_ids:
+        raise InvalidRequest(f"{param} is empty; it needs at least one token", param=param)
+    if is_default and max_tokens is not None:
+        max_tokens = max(1, min(max_tokens, limit - len(token_ids)))
+    asked = max(1, max_tokens or 1)
+    if len(token_ids) + asked > limit:
+        raise InvalidRequest(
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{len(token_ids) + asked} tokens ({len(token_ids)} in the {param}, {asked} for the "
+            f"completion). Please reduce the length of the {param} or of the completion.",
+            reason="CONTEXT_LENGTH_EXCEEDED",
+            param=param,
+            facts={"n_prompt_tokens": str(len(token_ids)), "n_ctx": str(limit)},
+        )
+    return token_ids, max_tokens
+
+
+def _check_stops(options: Options) -> None:
+    if len(options.stop) > MAX_STOPS:
+        raise InvalidRequest(
+            f"stop has {len(options.stop)} strings; at most {MAX_STOPS} are allowed", param="stop"
+        )
+    for stop in options.stop:
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise InvalidRequest(
+                f"a stop string has {len(stop)} characters; it must have 1 to {MAX_STOP_CHARS}",
+                param="stop",
+            )
+
+
+def _check_max_tokens(options: Options) -> None:
+    max_tokens, least = options.sampling.max_tokens, 0 if options.echo else 1
+    if max_tokens is not None and max_tokens < least:
+        hint = "" if options.echo else " (0 only scores the prompt: then set echo to true)"
+        raise InvalidRequest(
+            f"max_tokens is {max_tokens}; it must be at least {least}{hint}", param="max_tokens"
+        )
+
+
+def check_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Raises InvalidRequest naming the first id outside of the vocabulary."""
+    wrong = next((i for i in token_ids if not 0 <= i < vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequest(
+            f"{param} holds token id {wrong}; ids of this model are in [0, {vocab_size})",
+            reason="TOKEN_ID_OUT_OF_RANGE",
+            param=param,
+        )
