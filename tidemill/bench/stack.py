@@ -1,0 +1,267 @@
+"""How much of the ideal token rate the stack delivers when the model costs nothing but time.
+
+Real engine server, real pipe, real core loop, real gRPC on loopback; the executor is simulated.
+It does not know the command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import platform
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import uvloop
+
+from tidemill.runtime.rpc import channel_options
+from tidemill.v1 import engine_pb2 as pb
+from tidemill.v1 import engine_pb2_grpc
+
+_MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+_START_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackOptions:
+    """What is measured."""
+
+    requests: int = 256
+    """Requests that are alive at any time."""
+    step_ms: float = 5.0
+    """Step time of the simulated executor."""
+    seconds: float = 8.0
+    """Length of each measurement, after a quarter of it as warm-up."""
+    prompt_len: int = 32
+    """Prompt tokens per request."""
+    output_len: int = 1024
+    """Output tokens per request; a new one follows at once."""
+
+
+class _Meter:
+    """Counts tokens and delays inside the measured window; CPU seconds of both processes."""
+
+    def __init__(self, server: psutil.Process) -> None:
+        self._processes = (server, server.children()[0])
+        self._open = False
+        self.tokens = self.messages = 0
+        self.delays_ms: list[float] = []
+
+    def count(self, num_tokens: int, sent_unix_ns: int) -> None:
+        if self._open:
+            self.tokens += num_tokens
+            self.messages += 1
+            if sent_unix_ns:
+                self.delays_ms.append((time.time_ns() - sent_unix_ns) / 1e6)
+
+    async def measure(self, options: StackOptions) -> dict[str, Any]:
+        """Waits for the warm-up and the window; the figures of the window."""
+        await asyncio.sleep(options.seconds / 4)
+        began, cpu, client_cpu = time.perf_counter(), self._cpu(), time.process_time()
+        self._open = True
+        await asyncio.sleep(options.seconds)
+        self._open = False
+        wall = time.perf_counter() - began
+        server_s, core_s = (now - then for now, then in zip(self._cpu(), cpu, strict=True))
+        client_s = time.process_time() - client_cpu
+        rate, tokens = self.tokens / wall, max(1, self.tokens)
+        ideal = options.requests / (options.step_ms / 1000)
+        steps = tokens / options.requests
+        figures = {
+            "tokens_per_s": round(rate, 1),
+            "ratio_to_ideal": round(rate / ideal, 4),
+            "step_period_ms": round(wall * 1e3 / steps, 3),
+            "core_host_ms_per_step": round(core_s * 1e3 / steps, 3),
+            "server_cpu_us_per_token": round(server_s * 1e6 / tokens, 3),
+            "client_cpu_us_per_token": round(client_s * 1e6 / tokens, 3),
+            "messages_per_s": round(self.messages / wall, 1),
+        }
+        if self.delays_ms:
+            ordered = sorted(self.delays_ms)
+            for name, share in (("p50", 0.5), ("p99", 0.99)):
+                at = min(len(ordered) - 1, int(share * len(ordered)))
+                figures[f"delivery_ms_{name}"] = round(ordered[at], 3)
+        return figures
+
+    def _cpu(self) -> tuple[float, ...]:
+        times = [process.cpu_times() for process in self._processes]
+        return tuple(one.user + one.system for one in times)
+
+
+def run(options: StackOptions) -> dict[str, Any]:
+    """Starts an engine, measures Session and Generate one after the other, and stops it."""
+    return uvloop.run(_run(options))
+
+
+async def _run(options: StackOptions) -> dict[str, Any]:
+    results: dict[str, Any] = {
+        "options": asdict(options),
+        "ideal_tokens_per_s": options.requests / (options.step_ms / 1000),
+        "machine": {
+            "cores": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(),
+            "grpcio": grpc.__version__,
+            "load_average_at_start": os.getloadavg()[0],
+        },
+    }
+    with _engine(options) as (process, port):
+        for name, drive in (("session", _drive_session), ("generate", _drive_generate)):
+            async with _stub(port) as stub:
+                meter = _Meter(psutil.Process(process.pid))
+                driving = asyncio.create_task(drive(stub, options, meter))
+                try:
+                    results[name] = await meter.measure(options)
+                finally:
+                    driving.cancel()
+                    await asyncio.gather(driving, return_exceptions=True)
+    session, generate = results["session"], results["generate"]
+    results["ratio_to_ideal"] = session["ratio_to_ideal"]
+    results["core_host_ms_per_step"] = session["core_host_ms_per_step"]
+    cpu = generate["server_cpu_us_per_token"] / max(session["server_cpu_us_per_token"], 1e-9)
+    results["generate_to_session_server_cpu"] = round(cpu, 2)
+    return results
+
+
+@contextmanager
+def _engine(options: StackOptions) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+        (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        words = {
+            "model": folder,
+            "executor": "simulated",
+            "simulated-step-ms": options.step_ms,
+            "max-rows": options.requests,
+            "engine-port": port,
+            "drain-timeout-s": 1,
+            "log-level": "error",
+        }
+        flags = [f"--{name}={value}" for name, value in words.items()]
+        process = subprocess.Popen([sys.executable, "-m", "engine_service", *flags])
+        try:
+            yield process, port
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+@asynccontextmanager
+async def _stub(port: int) -> AsyncIterator[Any]:
+    """A stub of an engine that is up."""
+    options = channel_options(64 << 20)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
+        info = engine_pb2_grpc.EngineInfoServiceStub(channel)
+        give_up = time.monotonic() + _START_S
+        while True:
+            try:
+                await info.GetEngineInfo(pb.GetEngineInfoRequest(), timeout=5)
+                break
+            except grpc.aio.AioRpcError as error:
+                if time.monotonic() > give_up:
+                    raise TimeoutError(f"the engine is not up: {error.details()}") from error
+                await asyncio.sleep(0.2)
+        yield engine_pb2_grpc.EngineServiceStub(channel)
+
+
+def _spec(options: StackOptions, number: int, output_len: int) -> pb.GenerateSpec:
+    prompt = [3 + (number * 31 + i) % 30_000 for i in range(options.prompt_len)]
+    return pb.GenerateSpec(
+        request_id=str(number),
+        prompt_token_ids=struct.pack(f"<{len(prompt)}I", *prompt),
+        sampling=pb.SamplingParams(temperature=0.0, max_tokens=output_len),
+    )
+
+
+def _output_len(options: StackOptions, number: int) -> int:
+    """The first generation ends at different times, so that arrivals spread over the run."""
+    if number >= options.requests:
+        return options.output_len
+    return 1 + options.output_len * (number + 1) // options.requests
+
+
+async def _drive_session(stub: Any, options: StackOptions, meter: _Meter) -> None:
+    """One stream for all requests; hands each one's bytes to a buffer of its own."""
+    call = stub.Session()
+    hello = pb.Hello(protocol_major=1, client_name="bench")
+    await call.write(pb.SessionRequest(hello=hello))
+    numbers = itertools.count()
+    buffers: dict[int, bytearray] = {}
+
+    async def submit() -> None:
+        number = next(numbers)
+        buffers[number] = bytearray()
+        spec = _spec(options, number, _output_len(options, number))
+        await call.write(pb.SessionRequest(submit=pb.Submit(handle=number, spec=spec)))
+
+    try:
+        for _ in range(options.requests):
+            await submit()
+        while (frame := await call.read()) is not grpc.aio.EOF:
+            if frame.HasField("failed"):
+                raise RuntimeError(f"refused: {frame.failed.message}")
+            if not frame.HasField("step"):
+                continue
+            step, offset = frame.step, 0
+            tokens = step.token_ids
+            meter.count(len(tokens) // 4, step.t_unix_ns)
+            for handle, count in zip(step.handles, step.counts, strict=True):
+                stop = offset + 4 * count
+                buffers[handle] += tokens[offset:stop]
+                offset = stop
+            for row in step.finished:
+                done = buffers.pop(step.handles[row.row])
+                assert len(done) == 4 * row.finish.usage.output_tokens, "tokens were lost"
+                await submit()
+    finally:
+        call.cancel()
+
+
+async def _drive_generate(stub: Any, options: StackOptions, meter: _Meter) -> None:
+    """One RPC per request."""
+    numbers = itertools.count()
+
+    async def generate() -> None:
+        while True:
+            number = next(numbers)
+            spec = _spec(options, number, _output_len(options, number))
+            call = stub.Generate(pb.GenerateRequest(spec=spec))
+            try:
+                while (response := await call.read()) is not grpc.aio.EOF:
+                    meter.count(len(response.token_ids) // 4, 0)
+            finally:
+                call.cancel()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(options.requests):
+            group.create_task(generate())

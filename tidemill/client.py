@@ -1,0 +1,248 @@
+"""Text in, text out over gRPC: `Client` for ordinary programs, `AsyncClient` for asyncio.
+
+Errors are those of tidemill.runtime.errors, with the server's words. It does not know HTTP.
+
+    with Client("127.0.0.1:50051") as client:
+        print(client.chat("Reverse: abc").text)
+        for delta in client.generate_stream("Once", SamplingParams(max_tokens=40)):
+            print(delta.text, end="")
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from tidemill.exchange import (
+    CallOptions,
+    Completion,
+    Conversation,
+    Delta,
+    chat_fields,
+    metadata_of,
+    text_fields,
+    timeout_of,
+    to_completion,
+    to_delta,
+    tokenize_fields,
+)
+from tidemill.runtime.rpc import channel_options, to_error
+from tidemill.sampling_params import SamplingParams
+from tidemill.v1 import text_pb2 as pb
+from tidemill.v1 import text_pb2_grpc as rpc
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+_MAX_MESSAGE_BYTES = 64 << 20
+
+
+class Client:
+    """A blocking client. Thread-safe; use as a context manager or call `close`."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+        self._channel = grpc.insecure_channel(address, options=channel_options(_MAX_MESSAGE_BYTES))
+        self._stub: Any = rpc.TextServiceStub(self._channel)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        failure: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends running calls."""
+        self._channel.close()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        options: CallOptions | None = None,
+    ) -> Completion:
+        """Completes a text or token ids. Raises ServiceError."""
+        request = pb.TextServiceGenerateRequest(**text_fields(prompt, params, options))
+        return to_completion(self._call("Generate", request, options))
+
+    def generate_stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        options: CallOptions | None = None,
+    ) -> Iterator[Delta]:
+        """The same in pieces; leaving the loop early stops the engine."""
+        request = pb.GenerateStreamRequest(**text_fields(prompt, params, options))
+        return self._stream("GenerateStream", request, options)
+
+    def chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        options: CallOptions | None = None,
+    ) -> Completion:
+        """Answers a conversation. Raises ServiceError."""
+        request = pb.ChatRequest(**chat_fields(messages, params, options))
+        return to_completion(self._call("Chat", request, options))
+
+    def chat_stream(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        options: CallOptions | None = None,
+    ) -> Iterator[Delta]:
+        """The same in pieces; leaving the loop early stops the engine."""
+        request = pb.ChatStreamRequest(**chat_fields(messages, params, options))
+        return self._stream("ChatStream", request, options)
+
+    def tokenize(self, text: Conversation, *, add_special_tokens: bool | None = None) -> list[int]:
+        """Token ids of a text, or of messages rendered with the chat template."""
+        answer = self._call(
+            "Tokenize", pb.TokenizeRequest(**tokenize_fields(text, add_special_tokens)), None
+        )
+        return list(answer.token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids."""
+        request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        return str(self._call("Detokenize", request, None).text)
+
+    def list_models(self) -> list[pb.ModelCard]:
+        """What the server serves."""
+        return list(self._call("ListModels", pb.ListModelsRequest(), None).models)
+
+    def get_model(self, name: str) -> pb.ModelCard:
+        """One model's card. Raises NotFound."""
+        card: pb.ModelCard = self._call("GetModel", pb.GetModelRequest(id=name), None).model
+        return card
+
+    def _call(self, method: str, request: Any, options: CallOptions | None) -> Any:
+        try:
+            return getattr(self._stub, method)(
+                request, timeout=timeout_of(options), metadata=metadata_of(options)
+            )
+        except grpc.RpcError as failure:
+            raise to_error(failure) from failure
+
+    def _stream(self, method: str, request: Any, options: CallOptions | None) -> Iterator[Delta]:
+        call = getattr(self._stub, method)(
+            request, timeout=timeout_of(options), metadata=metadata_of(options)
+        )
+        try:
+            for message in call:
+                yield to_delta(message)
+        except grpc.RpcError as failure:
+            raise to_error(failure) from failure
+        finally:
+            call.cancel()
+
+
+class AsyncClient:
+    """A client for asyncio; make it inside the running loop. The methods are those of Client."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+        options = channel_options(_MAX_MESSAGE_BYTES)
+        self._channel = grpc.aio.insecure_channel(address, options=options)
+        self._stub: Any = rpc.TextServiceStub(self._channel)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        failure: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends running calls."""
+        await self._channel.close()
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        options: CallOptions | None = None,
+    ) -> Completion:
+        request = pb.TextServiceGenerateRequest(**text_fields(prompt, params, options))
+        return to_completion(await self._call("Generate", request, options))
+
+    def generate_stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        options: CallOptions | None = None,
+    ) -> AsyncIterator[Delta]:
+        request = pb.GenerateStreamRequest(**text_fields(prompt, params, options))
+        return self._stream("GenerateStream", request, options)
+
+    async def chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        options: CallOptions | None = None,
+    ) -> Completion:
+        request = pb.ChatRequest(**chat_fields(messages, params, options))
+        return to_completion(await self._call("Chat", request, options))
+
+    def chat_stream(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        options: CallOptions | None = None,
+    ) -> AsyncIterator[Delta]:
+        request = pb.ChatStreamRequest(**chat_fields(messages, params, options))
+        return self._stream("ChatStream", request, options)
+
+    async def tokenize(
+        self, text: Conversation, *, add_special_tokens: bool | None = None
+    ) -> list[int]:
+        answer = await self._call(
+            "Tokenize", pb.TokenizeRequest(**tokenize_fields(text, add_special_tokens)), None
+        )
+        return list(answer.token_ids)
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+    ) -> str:
+        request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        return str((await self._call("Detokenize", request, None)).text)
+
+    async def list_models(self) -> list[pb.ModelCard]:
+        return list((await self._call("ListModels", pb.ListModelsRequest(), None)).models)
+
+    async def get_model(self, name: str) -> pb.ModelCard:
+        card: pb.ModelCard = (await self._call("GetModel", pb.GetModelRequest(id=name), None)).model
+        return card
+
+    async def _call(self, method: str, request: Any, options: CallOptions | None) -> Any:
+        call = getattr(self._stub, method)(
+            request, timeout=timeout_of(options), metadata=metadata_of(options)
+        )
+        try:
+            return await call
+        except grpc.RpcError as failure:
+            raise to_error(failure) from failure
+        finally:
+            call.cancel()
+
+    async def _stream(
+        self, method: str, request: Any, options: CallOptions | None
+    ) -> AsyncIterator[Delta]:
+        call = getattr(self._stub, method)(
+            request, timeout=timeout_of(options), metadata=metadata_of(options)
+        )
+        try:
+            async for message in call:
+                yield to_delta(message)
+        except grpc.RpcError as failure:
+            raise to_error(failure) from failure
+        finally:
+            call.cancel()  # leaving `async for` early does not end the call by itself

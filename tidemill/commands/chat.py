@@ -1,0 +1,82 @@
+"""`tidemill chat [MESSAGE]`: talks to a running server over gRPC; answers stream."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tidemill.client import CallOptions, Client, Delta
+from tidemill.commands.spellings import ours
+from tidemill.runtime import options
+from tidemill.runtime.errors import ServiceError
+from tidemill.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """Whom to talk to, and how."""
+
+    message: str | None = None
+    """Ask this and leave; default: a conversation, one message per line, until Ctrl-D."""
+    server: str = "127.0.0.1:50051"
+    """Address of a frontend's gRPC interface."""
+    model: str = ""
+    """Name of the model; default: the one that is served."""
+    system: str | None = None
+    """Instructions that open the conversation."""
+    history: bool = True
+    """Send the conversation so far with every message."""
+    max_tokens: int | None = None
+    """Most tokens per answer; default: what the context leaves."""
+    temperature: float | None = None
+    """0 is greedy; default: the checkpoint's."""
+    method: str | None = None
+    """Decoding method; default: the model's own."""
+    timeout_s: float | None = None
+    """Longest time for one answer."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Prints answers as they come; returns the exit status."""
+    (wanted,) = options.parse([ChatOptions], ours(argv), prog="tidemill chat", positional="message")
+    opening = [{"role": "system", "content": wanted.system}] if wanted.system else []
+    said = list(opening)
+    failed = False
+    with Client(wanted.server) as client:
+        for message in [wanted.message] if wanted.message else _lines():
+            said.append({"role": "user", "content": message})
+            try:
+                answer = _answer(client, said, wanted)
+            except ServiceError as error:
+                print(f"tidemill chat: {error.message}", file=sys.stderr)
+                said.pop()
+                failed = True
+                continue
+            said.append({"role": "assistant", "content": answer})
+            if not wanted.history:
+                said = list(opening)
+    return int(failed)
+
+
+def _answer(client: Client, said: list[dict[str, str]], wanted: ChatOptions) -> str:
+    params = SamplingParams(
+        max_tokens=wanted.max_tokens, temperature=wanted.temperature, method=wanted.method
+    )
+    call = CallOptions(model=wanted.model, timeout_s=wanted.timeout_s)
+    parts = []
+    deltas: Iterator[Delta] = client.chat_stream(said, params, call)
+    for delta in deltas:
+        parts.append(delta.text)
+        print(delta.text, end="", flush=True)
+    print()
+    return "".join(parts)
+
+
+def _lines() -> Iterator[str]:
+    prompt = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = input(prompt).strip()
+        except EOFError:
+            return
+        if line:
+            yield line

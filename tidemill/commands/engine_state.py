@@ -1,0 +1,74 @@
+"""What a supervisor asks an engine: its state while it loads, and what it serves."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+
+from tidemill.runtime.errors import EngineDead
+from tidemill.runtime.rpc import channel_options
+from tidemill.v1 import engine_pb2, engine_pb2_grpc
+
+_MESSAGE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What a ready engine says of itself."""
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    method: str
+    page_size: int
+    num_pages: int
+    max_rows: int
+    max_model_len: int
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.page_size * self.num_pages
+
+
+async def stages(address: str) -> AsyncIterator[str]:
+    """What the engine is doing (`weights 3/12`), ending when it is ready.
+
+    Waits for the engine to come up. Raises EngineDead when it reports an error.
+    """
+    states = engine_pb2.EngineState
+    ready = (states.ENGINE_STATE_READY, states.ENGINE_STATE_BUSY)
+    async with grpc.aio.insecure_channel(
+        address, options=channel_options(_MESSAGE_BYTES)
+    ) as channel:
+        stub = engine_pb2_grpc.EngineInfoServiceStub(channel)
+        call = stub.WatchState(engine_pb2.WatchStateRequest(), wait_for_ready=True)
+        try:
+            async for answer in call:
+                if answer.state in ready:
+                    return
+                if answer.state == states.ENGINE_STATE_ERROR:
+                    raise EngineDead(answer.detail)
+                yield answer.detail
+        finally:
+            call.cancel()
+
+
+async def serving(address: str) -> Serving:
+    """What a ready engine serves."""
+    async with grpc.aio.insecure_channel(
+        address, options=channel_options(_MESSAGE_BYTES)
+    ) as channel:
+        stub = engine_pb2_grpc.EngineInfoServiceStub(channel)
+        answer = await stub.GetEngineInfo(engine_pb2.GetEngineInfoRequest(), timeout=10.0)
+    return Serving(
+        model=answer.model_id,
+        architecture=answer.architecture,
+        dtype=answer.dtype,
+        device=answer.device,
+        method=answer.decoding.default_method,
+        page_size=answer.cache.page_size,
+        num_pages=answer.cache.num_pages,
+        max_rows=answer.limits.max_rows,
+        max_model_len=answer.limits.max_model_len,
+    )

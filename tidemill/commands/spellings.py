@@ -1,0 +1,33 @@
+"""Flags in the words of other servers, turned into ours. It does not know what the flags do."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+SPELLINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "--block-size": "--page-size",
+        "--context-length": "--max-model-len",
+        "--enable-prefix-caching": "--prefix-caching",
+        "--gpu-memory-utilization": "--memory-fraction",
+        "--max-num-batched-tokens": "--token-budget",
+        "--max-num-queued-reqs": "--max-queued-requests",
+        "--max-num-seqs": "--max-rows",
+        "--max-running-requests": "--max-rows",
+        "--mem-fraction-static": "--memory-fraction",
+        "--no-enable-prefix-caching": "--no-prefix-caching",
+        "--otlp-traces-endpoint": "--otlp-endpoint",
+        "--port": "--http-port",
+        "--shutdown-timeout": "--drain-timeout-s",
+        "--tp-size": "--tensor-parallel-size",
+        "-tp": "--tensor-parallel-size",
+    }
+)
+"""Only spellings that mean exactly the same as ours."""
+
+
+def ours(argv: Sequence[str]) -> list[str]:
+    """The same command line with every known foreign flag replaced; other words are kept."""
+    return [
+        SPELLINGS.get(flag, flag) + equals + value
+        for flag, equals, value in (word.partition("=") for word in argv)
+    ]

@@ -1,0 +1,204 @@
+"""What a text client sends and gets, as plain values; client.py puts it on the wire.
+
+It does not know gRPC; messages are filled from dicts and read by attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidemill.sampling_params import SamplingParams
+
+_SCALARS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+)
+Fields = dict[str, Any]
+Message = Mapping[str, str]
+Conversation = str | Sequence[Message]
+"""A user's message, or messages as {"role": ..., "content": ...}."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """What belongs to one call rather than to sampling."""
+
+    model: str = ""
+    """Empty: the model that is served."""
+    timeout_s: float | None = None
+    """Whole life of the call; afterwards it raises DeadlineExceeded and the engine stops."""
+    request_id: str = ""
+    """Named in logs; default: the server's choice."""
+    priority: int = 0
+    """Higher runs sooner."""
+    cache_salt: str = ""
+    """Prompts with different salts never share cached pages."""
+    return_token_ids: bool = False
+    echo: bool = False
+    """Put the prompt in front of the text (generate only)."""
+    emit_canvas: bool = False
+    """Streams of block diffusion: also send tentative states, as deltas with a canvas."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the chat template (chat only)."""
+    traceparent: str = ""
+    """W3C trace context of the caller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One generated sequence; in a stream, its newest part. `finish_reason` is '' until the end."""
+
+    index: int
+    text: str
+    finish_reason: str
+    stop_reason: str
+    token_ids: list[int]
+    logprobs: list[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A finished answer. `usage` and `timings` are the server's counts."""
+
+    id: str
+    model: str
+    choices: list[Choice]
+    usage: Any
+    timings: Any
+
+    @property
+    def text(self) -> str:
+        """The text of the first choice."""
+        return self.choices[0].text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """One event of a stream: a choice's news, a canvas, or, last, the usage."""
+
+    id: str
+    choice: Choice | None
+    canvas: Any
+    usage: Any
+    timings: Any
+
+    @property
+    def text(self) -> str:
+        """The new text, '' for events without any."""
+        return "" if self.choice is None else self.choice.text
+
+
+def text_fields(
+    prompt: str | Sequence[int], params: SamplingParams | None, options: CallOptions | None
+) -> Fields:
+    """Fields of a request for text; without `params` the engine's defaults and 16 tokens."""
+    options = options or CallOptions()
+    content = {"text": prompt} if isinstance(prompt, str) else {"tokens": {"token_ids": prompt}}
+    chosen = params or SamplingParams()
+    return {"prompt": content, "options": _options(chosen, options), "echo": options.echo}
+
+
+def chat_fields(
+    messages: Conversation, params: SamplingParams | None, options: CallOptions | None
+) -> Fields:
+    """Fields of a request for a chat; without `params` it may fill the context."""
+    options = options or CallOptions()
+    chosen = params or SamplingParams(max_tokens=None)
+    fields: Fields = {"messages": _messages(messages), "options": _options(chosen, options)}
+    if options.template:
+        fields["chat"] = {"chat_template_kwargs": dict(options.template)}
+    return fields
+
+
+def tokenize_fields(text: Conversation, add_special_tokens: bool | None) -> Fields:
+    """Fields of a request for token ids."""
+    fields: Fields = {"add_special_tokens": add_special_tokens}
+    if isinstance(text, str):
+        return {"text": text, **fields}
+    return {"messages": {"messages": _messages(text)}, **fields}
+
+
+def timeout_of(options: CallOptions | None) -> float | None:
+    """The call's deadline in seconds."""
+    return None if options is None else options.timeout_s
+
+
+def metadata_of(options: CallOptions | None) -> tuple[tuple[str, str], ...]:
+    """What travels beside the request."""
+    given = options or CallOptions()
+    pairs = (
+        ("x-request-id", given.request_id),
+        ("x-priority", str(given.priority) if given.priority else ""),
+        ("traceparent", given.traceparent),
+    )
+    return tuple((name, value) for name, value in pairs if value)
+
+
+def to_completion(answer: Any) -> Completion:
+    """A Generate or Chat response as a Completion."""
+    return Completion(
+        id=answer.id,
+        model=answer.model,
+        choices=[_choice(choice) for choice in answer.choices],
+        usage=answer.usage,
+        timings=answer.timings,
+    )
+
+
+def to_delta(message: Any) -> Delta:
+    """One message of a stream."""
+    return Delta(
+        id=message.id,
+        choice=_choice(message.choice) if message.HasField("choice") else None,
+        canvas=message.canvas if message.HasField("canvas") else None,
+        usage=message.usage if message.HasField("usage") else None,
+        timings=message.timings if message.HasField("timings") else None,
+    )
+
+
+def _choice(choice: Any) -> Choice:
+    is_chat = hasattr(choice, "message")
+    text = "".join(p.text for p in choice.message.parts) if is_chat else choice.text
+    return Choice(
+        index=choice.index,
+        text=text,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        token_ids=list(choice.token_ids),
+        logprobs=list(choice.logprobs),
+    )
+
+
+def _messages(messages: Conversation) -> list[Fields]:
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    return [{"role": m["role"], "parts": [{"text": m["content"]}]} for m in messages]
+
+
+def _options(params: SamplingParams, options: CallOptions) -> Fields:
+    return {
+        "model": options.model,
+        "sampling": {name: getattr(params, name) for name in _SCALARS},
+        "decoding": {"method": params.method or "", "params": params.method_params},
+        "stop": params.stop_strings,
+        "stop_token_ids": params.stop_token_ids,
+        "ignore_eos": params.ignore_eos,
+        "include_stop_str_in_output": params.include_stop_str_in_output,
+        "skip_special_tokens": params.skip_special_tokens,
+        "n": params.n,
+        "logprobs": {"top": params.logprobs, "prompt_top": params.prompt_logprobs},
+        "cache_salt": options.cache_salt,
+        "return_token_ids": options.return_token_ids,
+        "emit_canvas": options.emit_canvas,
+    }

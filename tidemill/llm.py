@@ -1,0 +1,242 @@
+"""Offline use: the engine in this process, prompts in, finished texts out.
+
+It does not know gRPC. One thread drives the same scheduler and worker that the service runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+from engine_service.config import EngineConfig
+from engine_service.core.messages import Abort, FinishReason
+from engine_service.rank import compose
+from frontend.request import Chat
+from frontend.template import load_template
+from frontend.tokenizer import TextTokenizer
+from tidemill.offline import Pending, TextPrompt, to_submits
+from tidemill.outputs import RequestOutput
+from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
+from tidemill.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}."""
+
+
+class LLM:
+    """A model with its engine.
+
+    `model` is a built-in name, a folder or a hub id; the keywords are the fields of EngineConfig
+    (`dtype`, `max_model_len`, `page_size`, `load_format`, `seed`, ...), an unknown one is a
+    TypeError. With `skip_tokenizer_init` prompts must be token ids and texts stay empty.
+    Values that cannot work raise the errors of tidemill.runtime.errors.
+    """
+
+    def __init__(
+        self, model: str = "demo", *, skip_tokenizer_init: bool = False, **config: Any
+    ) -> None:
+        known = {field.name for field in fields(EngineConfig)}
+        for name in config:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise TypeError(f"LLM() got an unknown keyword {name!r}{hint}")
+        self.config = EngineConfig(model=model, **config)
+        engine = compose(self.config, _silent)
+        self.facts = engine.facts
+        self._scheduler, self._executor = engine.scheduler, engine.executor
+        self._tokenizer: TextTokenizer | None = None
+        if not skip_tokenizer_init:
+            if not self.facts.tokenizer_dir:
+                raise FailedPrecondition(
+                    f"{model} has no tokenizer files; put them beside config.json, name a folder "
+                    "with tokenizer=..., or pass skip_tokenizer_init=True and prompts as token ids",
+                    reason="TOKENIZER_MISSING",
+                )
+            self._tokenizer = TextTokenizer(Path(self.facts.tokenizer_dir))
+        self._ids = itertools.count()
+        self._keys = itertools.count(1)
+        self._live: dict[int, tuple[Pending, int]] = {}
+        self._requests: dict[str, Pending] = {}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes every prompt; outputs come in the order of the prompts.
+
+        One SamplingParams serves all prompts, a list gives one per prompt. A request that cannot
+        be admitted raises before anything has run.
+        """
+        listed = _as_list(prompts)
+        params = _one_per_prompt(sampling_params, len(listed))
+        taken: list[str] = []
+        try:
+            for prompt, knobs in zip(listed, params, strict=True):
+                taken.append(self.add_request(prompt, knobs))
+            self._run(taken, use_tqdm)
+        except BaseException:
+            self._drop(taken)
+            raise
+        return [cast("RequestOutput", self.get_output(request_id)) for request_id in taken]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Renders one conversation, or a list of them, with the chat template and completes it.
+
+        Keywords: `add_generation_prompt`, `continue_final_message`, `template_kwargs`.
+        """
+        tokenizer = self._need_tokenizer()
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        chats = cast("list[list[dict[str, Any]]]", [messages] if single else messages)
+        renderer = load_template(tokenizer, None)
+        texts = [renderer.render(Chat(messages=list(chat), **template)) for chat in chats]
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return self.generate(
+            [{"prompt": t, "prompt_token_ids": i} for t, i in zip(texts, ids, strict=True)],
+            sampling_params,
+            use_tqdm,
+        )
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
+        """Queues one prompt and returns its id; `step` makes it progress.
+
+        Raises the error of a request that can never run.
+        """
+        params = sampling_params or SamplingParams()
+        request_id = f"offline-{next(self._ids)}"
+        pending = Pending(request_id, self._read(prompt), params, self._tokenizer)
+        keys: list[int] = []
+        try:
+            for index, submit in enumerate(to_submits(pending, self._keys)):
+                self._scheduler.submit(submit)
+                keys.append(submit.key)
+                self._live[submit.key] = (pending, index)
+        except Exception:
+            self._forget(keys)
+            raise
+        self._requests[request_id] = pending
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """One turn: schedule, launch, collect, apply, emit. Returns what finished in it.
+
+        `get_output` returns the same objects later, once each.
+        """
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            handle = self._executor.launch(plan)
+            self._scheduler.apply(plan, self._executor.collect(handle))
+        output = self._scheduler.emit()
+        if output is None:
+            return []
+        for key, count, stop_string in Pending.take(output, self._live):
+            self._scheduler.abort(Abort(key, FinishReason.STOP_STRING, count, stop_string))
+        ended = [self._live.pop(output.keys[row], None) for row, _ in output.finished]
+        owners = [owner[0] for owner in ended if owner is not None]
+        return [pending.output for pending in owners if pending.is_finished]
+
+    def get_output(self, request_id: str) -> RequestOutput | None:
+        """The request's output, once, when it has finished; else None. Unknown ids raise."""
+        if request_id not in self._requests:
+            raise InvalidRequest(f"no request {request_id!r} is live or unread", param="request_id")
+        pending = self._requests[request_id]
+        if not pending.is_finished:
+            return None
+        return self._requests.pop(request_id).output
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self._scheduler.has_work
+
+    def _run(self, request_ids: list[str], use_tqdm: bool) -> None:
+        from tqdm import tqdm
+
+        waiting = set(request_ids)
+        with tqdm(
+            total=len(waiting), desc="Generating", unit="req", disable=not use_tqdm,
+            file=sys.stderr, dynamic_ncols=True,
+        ) as bar:  # fmt: skip
+            num_tokens = 0
+            while waiting:
+                for output in self.step():
+                    if output.request_id in waiting:
+                        waiting.remove(output.request_id)
+                        num_tokens += output.usage.output_tokens
+                        rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
+                        bar.set_postfix_str(f"{rate:,.0f} tok/s", refresh=False)
+                        bar.update()
+
+    def _drop(self, request_ids: list[str]) -> None:
+        """Takes back what a failed call has queued."""
+        for request_id in request_ids:
+            pending = self._requests.pop(request_id, None)
+            self._forget([k for k, (owner, _) in self._live.items() if owner is pending])
+
+    def _forget(self, keys: list[int]) -> None:
+        for key in keys:
+            self._scheduler.abort(Abort(key))
+            del self._live[key]
+
+    def _read(self, prompt: Prompt) -> TextPrompt:
+        if isinstance(prompt, str):
+            ids = self._need_tokenizer().encode(prompt, add_special_tokens=True)
+            return TextPrompt(prompt, ids)
+        if not isinstance(prompt, Mapping):
+            return TextPrompt(None, list(prompt))
+        if "prompt_token_ids" in prompt:
+            return TextPrompt(prompt.get("prompt"), list(prompt["prompt_token_ids"]))
+        if "prompt" not in prompt:
+            raise InvalidRequest(
+                "a prompt given as a dictionary needs `prompt` or `prompt_token_ids`",
+                param="prompt",
+            )
+        return self._read(prompt["prompt"])
+
+    def _need_tokenizer(self) -> TextTokenizer:
+        if self._tokenizer is None:
+            raise InvalidRequest(
+                "this LLM was made with skip_tokenizer_init: give prompts as token ids",
+                param="prompt",
+            )
+        return self._tokenizer
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Start-up progress nobody watches."""
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Several prompts, whichever way one or many were given."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(item, int) for item in listed):
+        return [cast("Sequence[int]", listed)]
+    return cast("list[Prompt]", listed)
+
+
+def _one_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidRequest(
+            f"{count} prompts but {len(params)} SamplingParams: give one, or one per prompt",
+            param="sampling_params",
+        )
+    return list(params)

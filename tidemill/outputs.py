@@ -1,0 +1,61 @@
+"""What `LLM.generate` returns. Plain values; it does not know how they came about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Logprob(NamedTuple):
+    """One token's log-probability at one position; `rank` 1 is the most likely token.
+
+    `rank` is None for alternatives of which only the order is known to matter.
+    """
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One generated sequence. `logprobs[i]` maps token ids to their Logprob at position i."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    """stop, length, abort or error."""
+    stop_reason: int | str | None
+    """The stop string or token id that ended the sequence; None for end-of-sequence."""
+    logprobs: list[dict[int, Logprob]] | None
+    cumulative_logprob: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestUsage:
+    """What a request cost, summed over its sequences.
+
+    `forward_passes` counts every model step the request took part in; `denoise_steps` those that
+    decided at least one position.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    forward_passes: int
+    denoise_steps: int
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """One finished prompt with its sequences, in the order of their index."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    usage: RequestUsage
+    finished: bool = True
