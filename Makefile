@@ -18,7 +18,7 @@ $(STAMP): $(LOCK) pyproject.toml
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "Python has no venv module: install it, on Debian and Ubuntu with 'apt-get install python3-venv'"; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "installing $(LOCK) into $(VENV) ..."
-	@$(PY) -m pip install --quiet --disable-pip-version-check -r $(LOCK)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-compile -r $(LOCK)
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 

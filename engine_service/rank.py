@@ -7,6 +7,7 @@ is the EngineConfig. It does not know gRPC.
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -226,6 +227,17 @@ def _die_with(parent_pid: int) -> None:
         sys.exit("the engine server is gone already")
 
 
+def _calm_the_collector() -> None:
+    """Keeps Python's cycle collector out of the step.
+
+    With the default thresholds it ran several times a step over everything that loading had made:
+    0.4 ms of 2.3 ms host time at 256 rows (measured with torch imported).
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 def main(argv: list[str]) -> int:
     """Serves one pipe until its other end closes; returns the exit status."""
     _die_with(int(argv[1]))
@@ -252,6 +264,7 @@ def _serve(pipe: BlockingPipe) -> int:
         return 1
     from engine_service.core.loop import CoreLoop
 
+    _calm_the_collector()
     pipe.send([Ready(engine.facts)])
     CoreLoop(inbox=pipe, outbox=pipe, scheduler=engine.scheduler, executor=engine.executor).run()
     return 0

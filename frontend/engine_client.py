@@ -87,6 +87,11 @@ class EngineClient:
             return "connecting"
         return "draining" if self._draining else "ready"
 
+    @property
+    def num_slots(self) -> int:
+        """Sequences that the engine still owes something."""
+        return len(self._slots)
+
     async def wait_ready(self, timeout_s: float) -> bool:
         """Whether a session is open, after waiting for it at most this long."""
         try:

@@ -91,7 +91,7 @@ class Generation:
         n = self._request.options.n
         return Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
-            cached_tokens=sum(choice.usage.cached_tokens for choice in self.choices[::n]),
+            cached_tokens=sum(choice.usage.cached_tokens for choice in self.choices[:: max(1, n)]),
             output_tokens=sum(choice.num_tokens for choice in self.choices),
             forward_passes=sum(choice.usage.forward_passes for choice in self.choices),
             denoise_steps=sum(choice.usage.denoise_steps for choice in self.choices),

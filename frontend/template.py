@@ -23,8 +23,8 @@ from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, Unsuppor
 _LOG = logging.getLogger("tidemill.frontend")
 _PLAIN = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}"
-    "{% if not loop.last %}\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}\nAssistant:{% endif %}"
+    "{{ '' if loop.last else '\n' }}{% endfor %}"
+    "{{ '\nAssistant:' if add_generation_prompt else '' }}"
 )
 """For models without a template: the plain form that base models continue best."""
 _RESERVED = frozenset(inspect.signature(render_jinja_template).parameters) | {"messages"}

@@ -300,16 +300,14 @@ class ToyExecutor:
         ]
 
 
-def _decision(
-    result: DecideResult, start: int, stop: int, num_alternatives: int | None
-) -> Decision:
-    """One span's share; None alternatives: the request wants no log-probabilities."""
+def _decision(result: DecideResult, start: int, stop: int, num_more: int | None) -> Decision:
+    """One span's share; `num_more` None: the request wants no log-probabilities."""
     logprobs: list[TokenLogprobs | None] | None = None
-    if num_alternatives is not None:
+    if num_more is not None:
         assert result.logprobs is not None
         assert result.logprob_ids is not None
         assert result.ranks is not None
-        width = 1 + num_alternatives
+        width = 1 + num_more
         logprobs = [
             TokenLogprobs(
                 tuple(result.logprob_ids[i, :width].tolist()),

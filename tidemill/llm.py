@@ -46,7 +46,8 @@ class LLM:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise TypeError(f"LLM() got an unknown keyword {name!r}{hint}")
-        self.config = EngineConfig(model=model, **config)
+        # A queue bound protects a service from its callers; here the caller holds the queue.
+        self.config = EngineConfig(model=model, **{"max_queued_requests": sys.maxsize, **config})
         engine = compose(self.config, _silent)
         self.facts = engine.facts
         self._scheduler, self._executor = engine.scheduler, engine.executor

@@ -54,8 +54,6 @@ class _Group:
     """[n * K * W] int64: rows of a [N * K, G * D] view."""
     mask: torch.Tensor
     """[n, 1, group * Q, L] additive, in the model's format; the third axis is 1 where Q is."""
-    scratch: tuple[torch.Tensor, torch.Tensor]
-    """Gathered keys and values, [n * K * W, G * D] each: one allocation for all layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +65,9 @@ class _Plan:
     """[T] int64."""
     tail: tuple[torch.Tensor, torch.Tensor] | None
     """Pages and offsets behind the end of spans that enter a page in this step."""
+    scratch: torch.Tensor
+    """[2, elements of the largest group]: gathered keys and values, one allocation for all groups
+    and layers."""
 
 
 class SdpaBackend(AttentionBackend):
@@ -86,14 +87,18 @@ class SdpaBackend(AttentionBackend):
         spans = batch.spans if batch.spans is not None else read_spans(batch)
         page_size = self.shape.page_size
         pieces = cut_spans(spans, page_size=page_size, window=window)
+        groups = tuple(
+            self._plan_group(group, batch, window)
+            for group in group_pieces(pieces, group_size=self.shape.group_size)
+        )
+        rows = max(group.head_pages.shape[0] for group in groups)
+        scratch = groups[0].mask.new_empty(2, rows * page_size * self.shape.head_dim)
         return _Plan(
-            groups=tuple(
-                self._plan_group(group, batch, window)
-                for group in group_pieces(pieces, group_size=self.shape.group_size)
-            ),
+            groups=groups,
             page=batch.slot_mapping // page_size,
             offset=batch.slot_mapping % page_size,
             tail=_entered_tails(spans, batch, page_size),
+            scratch=scratch,
         )
 
     def forward(
@@ -113,16 +118,22 @@ class SdpaBackend(AttentionBackend):
             cache.k[plan.tail] = 0
             cache.v[plan.tail] = 0
         if len(plan.groups) == 1 and plan.groups[0].tokens is None:
-            return self._attend(q_THD, cache, plan.groups[0], scale)
+            return self._attend(q_THD, cache, plan.groups[0], plan.scratch, scale)
         out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         for group in plan.groups:
             assert group.tokens is not None
-            part = self._attend(q_THD.index_select(0, group.tokens), cache, group, scale)
+            part = q_THD.index_select(0, group.tokens)
+            part = self._attend(part, cache, group, plan.scratch, scale)
             out.index_copy_(0, group.tokens, part)
         return out
 
     def _attend(
-        self, q_THD: torch.Tensor, cache: LayerCache, group: _Group, scale: float
+        self,
+        q_THD: torch.Tensor,
+        cache: LayerCache,
+        group: _Group,
+        scratch: torch.Tensor,
+        scale: float,
     ) -> torch.Tensor:
         num, length = group.size
         shape = self.shape
@@ -130,8 +141,8 @@ class SdpaBackend(AttentionBackend):
         q = q_THD.view(num, length, *heads, shape.head_dim).permute(0, 2, 3, 1, 4)
         out = functional.scaled_dot_product_attention(
             q.reshape(num, heads[0], heads[1] * length, shape.head_dim),
-            _gather(cache.k, group, group.scratch[0]),
-            _gather(cache.v, group, group.scratch[1]),
+            _gather(cache.k, group, scratch[0]),
+            _gather(cache.v, group, scratch[1]),
             attn_mask=group.mask,
             scale=scale,
         )
@@ -152,7 +163,6 @@ class SdpaBackend(AttentionBackend):
         tokens = (first[:, None] + torch.arange(length, device=device)).view(-1)
         pages = _pages(batch.page_table, span, kv_start // page_size, kv_stop, width, page_size)
         heads = torch.arange(shape.num_kv_heads, device=device)[:, None]
-        gathered = (num * shape.num_kv_heads * width, page_size * shape.head_dim)
         mask = self._mask(batch, window, span, tokens, kv_start, width * page_size)
         return _Group(
             tokens=None if in_order else tokens,
@@ -160,7 +170,6 @@ class SdpaBackend(AttentionBackend):
             pages=pages.view(-1),
             head_pages=(pages[:, None, :] * shape.num_kv_heads + heads).view(-1),
             mask=mask,
-            scratch=(mask.new_empty(gathered), mask.new_empty(gathered)),
         )
 
     def _mask(
@@ -274,5 +283,7 @@ def _gather(pages_NGKD: torch.Tensor, group: _Group, scratch: torch.Tensor) -> t
         kept = pages_NGKD.index_select(0, group.pages)
         return kept.view(num, -1, num_heads, head_dim).transpose(1, 2)
     rows = head_major.view(num_pages * num_heads, page_size * head_dim)
-    torch.index_select(rows, 0, group.head_pages, out=scratch)
-    return scratch.view(num, num_heads, -1, head_dim)
+    size = (group.head_pages.shape[0], page_size * head_dim)
+    gathered = scratch[: size[0] * size[1]].view(size)
+    torch.index_select(rows, 0, group.head_pages, out=gathered)
+    return gathered.view(num, num_heads, -1, head_dim)

@@ -108,6 +108,7 @@ class PageManager:
     def adopt(self, table: PageTable, match: Match) -> int:
         """Takes matched pages into an empty table; returns the number of tokens they hold."""
         assert not table.pages, f"table already holds {len(table.pages)} pages"
+        assert not table.claim_stop, "table already claims units"
         for page in match.pages:
             if self._refs[page] == 0:
                 del self._reusable[page]

@@ -27,22 +27,21 @@ class Choice(NamedTuple):
 
 
 def choose(batch: DecideBatch, draws: torch.Tensor) -> Choice:
-    """`choose_tokens` together with how sure the model is of each choice."""
-    raw = allowed_logits(batch)
-    token_ids = _choose(raw, batch, draws)
-    chosen = raw.gather(1, token_ids[:, None])[:, 0]
-    return Choice(token_ids, (chosen - raw.logsumexp(dim=1)).exp())
-
-
-def choose_tokens(batch: DecideBatch, draws: torch.Tensor) -> torch.Tensor:
-    """[N] int64: samples every decided position on its own by Gumbel-max, or argmax at
-    temperature 0.
+    """Samples every decided position on its own: Gumbel-max, or argmax at temperature 0.
 
     `draws` [N] int64 counts the draws already made at a position (the denoising step; 0 for
     autoregression). Order of what applies: banned ids, penalties, bias, minimum length,
     temperature, top-k, top-p, min-p. Of equal scores the lowest id wins.
     """
-    return _choose(allowed_logits(batch), batch, draws)
+    raw = allowed_logits(batch)
+    scores = adjust(raw, batch)
+    token_ids = scores.argmax(dim=1)
+    if batch.wants.sampling:
+        temperature = batch.tables.temperature[batch.rows]
+        drawn = _draw(scores, temperature, draws, batch)
+        token_ids = torch.where(temperature > 0, drawn, token_ids)
+    chosen = raw.gather(1, token_ids[:, None])[:, 0]
+    return Choice(token_ids, (chosen - raw.logsumexp(dim=1)).exp())
 
 
 def token_logprobs(batch: DecideBatch, token_ids: torch.Tensor) -> Scores | None:
@@ -53,15 +52,6 @@ def token_logprobs(batch: DecideBatch, token_ids: torch.Tensor) -> Scores | None
     if batch.wants.max_logprobs is None:
         return None
     return score_tokens(allowed_logits(batch), token_ids, batch.wants.max_logprobs)
-
-
-def _choose(raw: torch.Tensor, batch: DecideBatch, draws: torch.Tensor) -> torch.Tensor:
-    scores = adjust(raw, batch)
-    token_ids = scores.argmax(dim=1)
-    if not batch.wants.sampling:
-        return token_ids
-    temperature = batch.tables.temperature[batch.rows]
-    return torch.where(temperature > 0, _draw(scores, temperature, draws, batch), token_ids)
 
 
 def _draw(

@@ -169,9 +169,9 @@ class CoreClient(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, chunk: bytes) -> None:
         self._heard_ns = time.monotonic_ns()
-        for event in self._unframer.feed(data):
+        for event in self._unframer.feed(chunk):
             match event:
                 case StepOutput():
                     self._deliver(event)

@@ -156,7 +156,8 @@ class RowTables:
     def _write_tokens(self, new_rows: Sequence[NewRow]) -> None:
         rows = np.array([new.row for new in new_rows], dtype=np.int64)
         committed = np.array([len(new.token_ids) for new in new_rows], dtype=np.int64)
-        lengths = committed + [len(new.canvas.token_ids) for new in new_rows]
+        tails = np.array([len(new.canvas.token_ids) for new in new_rows], dtype=np.int64)
+        lengths = committed + tails
         total = int(lengths.sum())
         assert lengths.max() <= self.width, f"{lengths.max()} tokens in rows of {self.width}"
         ids = np.fromiter(
@@ -164,10 +165,10 @@ class RowTables:
             dtype=np.int64,
             count=total,
         )
-        starts = rows * self.width - (np.cumsum(lengths) - lengths)
-        places = np.arange(total) + np.repeat(starts, lengths)
+        starts = rows * self.width - (lengths.cumsum() - lengths)
+        places = np.arange(total) + starts.repeat(lengths)
         fixed = np.ones(total, dtype=np.bool_)
-        for new, end, size in zip(new_rows, np.cumsum(lengths), lengths - committed, strict=True):
+        for new, end, size in zip(new_rows, lengths.cumsum(), tails, strict=True):
             fixed[end - size : end] = new.canvas.fixed
         at, where, tokens, bits = stage([rows, places, ids, fixed], self.device)
         self.sampling.tokens.index_fill_(0, at, self._fill)

@@ -1,8 +1,7 @@
-"""Routes beside generation: models, health, metrics, tokenize, version."""
+"""Routes beside generation: models, metrics, tokenize, version."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -18,7 +17,7 @@ from tidemill.runtime.errors import InvalidRequest
 
 
 def admin_routes(desk: FrontDesk) -> APIRouter:
-    """The router; all of it answers while the engine is away, with 503 where it is needed."""
+    """The router; 503 where the engine is needed and away."""
     router = APIRouter()
 
     @router.get("/v1/models")
@@ -28,25 +27,6 @@ def admin_routes(desk: FrontDesk) -> APIRouter:
     @router.get("/v1/models/{name:path}")
     async def get_model(name: str) -> Response:
         return JsonResponse(_card(desk.model_for(name)))
-
-    @router.get("/health")
-    async def health() -> Response:
-        status = 200 if desk.state == "ready" else 503
-        return JsonResponse(_health(desk), status_code=status, headers=_retry_after(desk))
-
-    @router.get("/health/ready")
-    async def ready() -> Response:
-        status = 200 if desk.state == "ready" else 503
-        return JsonResponse({"status": desk.state}, status_code=status, headers=_retry_after(desk))
-
-    @router.get("/health/live")
-    async def live() -> Response:
-        return JsonResponse({"status": "ok"})
-
-    @router.get("/v1/health")
-    async def v1_health() -> Response:
-        desk.check_ready()
-        return JsonResponse({"status": "ok"})
 
     @router.get("/metrics")
     async def metrics() -> Response:
@@ -109,23 +89,3 @@ def _card(model: ServedModel) -> dict[str, Any]:
         "default_method": model.facts.default_method,
         "methods": model.facts.methods,
     }
-
-
-def _health(desk: FrontDesk) -> dict[str, Any]:
-    model, load = desk.model, desk.engine.load
-    return {
-        "status": desk.state,
-        "engine": {"state": desk.engine.state, "address": desk.config.engine},
-        "last_error": None if desk.engine.state == "ready" else desk.engine.last_error,
-        "model": None if model is None else model.name,
-        "requests": desk.num_live,
-        "running": load.running,
-        "waiting": load.waiting,
-        "kv_cache_usage": load.pages_used / max(1, load.pages_total),
-        "uptime_s": round(time.monotonic() - desk.started, 3),
-        "version": __version__,
-    }
-
-
-def _retry_after(desk: FrontDesk) -> dict[str, str]:
-    return {} if desk.state == "ready" else {"retry-after": "1"}

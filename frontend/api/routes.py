@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from frontend.api import chat, completions
 from frontend.api.admin import admin_routes
+from frontend.api.health import health_routes
 from frontend.api.http import (
     IngressMiddleware,
     JsonResponse,
@@ -31,6 +32,7 @@ def build_http(desk: FrontDesk) -> FastAPI:
     """The ASGI application that serves `desk`."""
     app = FastAPI(title="Tidemill", version=__version__)
     app.include_router(admin_routes(desk))
+    app.include_router(health_routes(desk))
 
     @app.post("/v1/chat/completions", openapi_extra=_documented(ChatBody))
     async def create_chat_completion(request: Request) -> Response:

@@ -218,6 +218,16 @@ def undocumented_fields(root: Path) -> list[str]:
     return found
 
 
+def _kept_files(root: Path) -> list[str]:
+    """What git keeps or would keep; without git, everything outside hidden folders."""
+    command = ["git", "ls-files", "-co", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    if listed.stdout:
+        return listed.stdout.splitlines()
+    names = [path.relative_to(root) for top in root.glob("[!.]*") for path in top.rglob("*.*")]
+    return [name.as_posix() for name in names if "__pycache__" not in name.parts]
+
+
 _PLACES = re.compile(
     r"(?<![\w.$}>:/])/(work|root|home|Users|opt|mnt)/\w"
     r"|\b(pypi|pythonhosted|npmjs|debian|ghcr|docker|quay)\.(org|com|io)\b"
@@ -227,12 +237,8 @@ _PLACES = re.compile(
 
 def foreign_places(root: Path) -> list[str]:
     """Absolute paths of one machine and addresses of package registries."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"],
-        cwd=root, capture_output=True, text=True, check=False,
-    ).stdout.splitlines()  # fmt: skip
     found = []
-    for name in listed or [path.relative_to(root).as_posix() for path in root.rglob("*.*")]:
+    for name in _kept_files(root):
         path = root / name
         if not path.is_file() or path.stat().st_size > 1 << 20 or name == "tests/arch/gates.py":
             continue

@@ -58,6 +58,7 @@ def test_every_gate_has_a_breach() -> None:
         name
         for name, gate in vars(gates).items()
         if callable(gate)
+        and not name.startswith("_")
         and getattr(gate, "__annotations__", {}) == {"root": Path, "return": list[str]}
     }
     assert taking_root == {gate.__name__ for gate in GATES}

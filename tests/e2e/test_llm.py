@@ -47,7 +47,9 @@ def test_prompt_forms_agree(demo: LLM) -> None:
 
 
 def test_block_diffusion_commits_several_tokens_per_forward(block: LLM) -> None:
-    (output,) = block.chat([{"role": "user", "content": "repeat: tide n=5"}], GREEDY, use_tqdm=False)
+    (output,) = block.chat(
+        [{"role": "user", "content": "repeat: tide n=5"}], GREEDY, use_tqdm=False
+    )
     assert output.outputs[0].text == "tide tide tide tide tide"
     assert output.usage.output_tokens / output.usage.denoise_steps > 3
 
@@ -93,7 +95,9 @@ def test_logprobs_are_those_of_the_chosen_tokens(demo: LLM) -> None:
     for token_id, table in zip(completion.token_ids, completion.logprobs, strict=True):
         assert table[token_id].rank == 1
         assert table[token_id].logprob == max(entry.logprob for entry in table.values()) <= 0
-    total = sum(t[i].logprob for i, t in zip(completion.token_ids, completion.logprobs, strict=True))
+    total = sum(
+        t[i].logprob for i, t in zip(completion.token_ids, completion.logprobs, strict=True)
+    )
     assert math.isclose(completion.cumulative_logprob or 0, total, abs_tol=1e-5)
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None

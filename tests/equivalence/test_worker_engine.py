@@ -1,4 +1,4 @@
-"""The engine as it ships, core and worker together, against slow loops over transformers' models."""
+"""The engine as it ships, core and worker together, against slow loops over dense models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from engine_service.config import EngineConfig
 from engine_service.core.messages import Submit
 from engine_service.core.params import DecodingChoice, SamplingParams
-from engine_service.rank import Engine, build
+from engine_service.rank import Engine, compose
 from tests.equivalence.references import random_knobs, reference_block
 from tests.fakes import MASK
 from tests.models.checkpoints import SIZES, Case, write
@@ -61,7 +61,7 @@ def models(tmp_path_factory):
 
 def make_engine(folder: Path, **flags: object) -> Engine:
     settings = {"device": "cpu", "max_rows": 4, "max_model_len": 96, "max_logprobs": 20, **flags}
-    return build(EngineConfig(model=str(folder), **settings), lambda *stage: None)
+    return compose(EngineConfig(model=str(folder), **settings), lambda *stage: None)
 
 
 def run(engine: Engine, prompts: list[list[int]], count: int, knobs=None, **sampling):

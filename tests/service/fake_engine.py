@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from tidemill.runtime.errors import InvalidRequest, ServiceError
+from tidemill.runtime.errors import InvalidRequest, ServiceError, Unavailable
 from tidemill.runtime.rpc import abort, server_options
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc as rpc
@@ -69,6 +69,16 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
     live: int = 0
     hellos: list[pb.Hello] = field(default_factory=list)
     sessions: list[Any] = field(default_factory=list)
+    generation: int = 0
+    """Sessions of an older generation end."""
+
+    def drop_sessions(self) -> None:
+        """Every session ends with UNAVAILABLE; new ones are accepted."""
+        self.generation += 1
+
+    async def say(self, frame: pb.SessionResponse) -> None:
+        """Sends a frame on the newest session."""
+        await self.sessions[-1].write(frame)
 
     async def GetEngineInfo(self, request: Any, context: Any) -> Any:
         answer = pb.GetEngineInfoResponse(
@@ -97,6 +107,7 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
                 yield pb.GetTokenizerResponse(chunk=chunk)
 
     async def Session(self, requests: Any, context: Any) -> None:
+        generation = self.generation
         self.sessions.append(context)
         first = await anext(requests)
         self.hellos.append(first.hello)
@@ -108,7 +119,7 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
         reader = asyncio.create_task(self._read(requests, rows, context))
         try:
             reported = 0.0
-            while not reader.done():
+            while not reader.done() and generation == self.generation:
                 if time.monotonic() - reported > 0.5:
                     reported = time.monotonic()
                     load = pb.Load(running=len(rows), waiting=1, pages_used=1, pages_total=4)
@@ -118,6 +129,8 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
                 if step is not None:
                     await context.write(pb.SessionResponse(step=step))
                 await asyncio.sleep(self.step_s)
+            if generation != self.generation:
+                await abort(context, Unavailable("the session was dropped"))
             await reader
         finally:
             reader.cancel()

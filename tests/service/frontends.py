@@ -74,9 +74,7 @@ def make_engine(folder: Path, **fields: Any) -> tuple[FakeEngine, Tokenizer]:
 @asynccontextmanager
 async def frontend_for(port: int, **flags: Any) -> AsyncIterator[FrontendServer]:
     """A frontend on free ports for the engine at `port`."""
-    config = FrontendConfig(
-        engine=f"127.0.0.1:{port}", **{"http_port": 0, "grpc_port": 0, **flags}
-    )
+    config = FrontendConfig(engine=f"127.0.0.1:{port}", **{"http_port": 0, "grpc_port": 0, **flags})
     frontend = await FrontendServer.start(config)
     try:
         yield frontend
@@ -85,7 +83,9 @@ async def frontend_for(port: int, **flags: Any) -> AsyncIterator[FrontendServer]
 
 
 @asynccontextmanager
-async def stack(folder: Path, *, engine: dict[str, Any] | None = None, **flags: Any) -> AsyncIterator[Stack]:
+async def stack(
+    folder: Path, *, engine: dict[str, Any] | None = None, **flags: Any
+) -> AsyncIterator[Stack]:
     """Engine and frontend, connected."""
     fake, tokenizer = make_engine(folder, **(engine or {}))
     async with serving(fake) as port, frontend_for(port, **flags) as frontend:

@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from engine_service.core.messages import FinishReason
 from engine_service.server.launch import EngineServer
@@ -235,3 +236,21 @@ async def _end(process: Process, how: str) -> None:
         else:
             process.popen.kill()
             assert await process.wait(2) == -signal.SIGKILL
+
+
+async def test_reflection_is_behind_a_flag() -> None:
+    for flag in (True, False):
+        async with (
+            engine(reflection=flag) as server,
+            grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+        ):
+            call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+            if flag:
+                answer = await call.read()
+                names = {one.name for one in answer.list_services_response.service}
+                assert {"tidemill.v1.EngineService", "grpc.health.v1.Health"} <= names
+            else:
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await call.read()
+            call.cancel()

@@ -12,9 +12,7 @@ from engine_service.worker import memory
 from engine_service.worker.kv_pool import KVPool, KVRoom, count_pages, page_bytes
 from tidemill.runtime.errors import InvalidRequest
 
-SHAPE = AttentionShape(
-    num_heads=4, num_kv_heads=2, head_dim=8, page_size=16, dtype=torch.bfloat16
-)
+SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, page_size=16, dtype=torch.bfloat16)
 
 
 def room(available: int) -> KVRoom:

@@ -48,8 +48,10 @@ class Crowd:
         if not table.pages and action < 0.5:
             match = pages.match(table, tokens, len(tokens) - 1)
             cached[0] = pages.adopt(table, match)
-            pages.claim(table, tokens, len(tokens))
-            pages.reserve(table, cached[0] + 1)
+            if pages.reserve(table, cached[0] + 1):
+                pages.claim(table, tokens, len(tokens))
+            else:
+                pages.release(table)
         elif action < 0.5:
             before = list(table.pages)
             stop = rng.randint(cached[0], len(tokens))

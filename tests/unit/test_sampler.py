@@ -152,9 +152,7 @@ def test_a_bound_on_top_k_changes_nothing_even_among_equals(bound):
     assert few_ids.shape[1] == bound
     assert torch.equal(few_ids, ids[:, :bound])
     assert torch.equal(few_values, values[:, :bound])
-    assert torch.equal(
-        choose(free, zeros(50)).token_ids, choose(bounded, zeros(50)).token_ids
-    )
+    assert torch.equal(choose(free, zeros(50)).token_ids, choose(bounded, zeros(50)).token_ids)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -213,8 +211,7 @@ def test_a_row_does_not_depend_on_its_batch():
     logits = torch.randn(8, 20)
     together = choose(make_batch(logits, rows), zeros(8)).token_ids.tolist()
     alone = [
-        int(choose(make_batch(logits[i : i + 1], [rows[i]]), zeros(1)).token_ids)
-        for i in range(8)
+        int(choose(make_batch(logits[i : i + 1], [rows[i]]), zeros(1)).token_ids) for i in range(8)
     ]
     assert together == alone
     order = list(range(8))[::-1]

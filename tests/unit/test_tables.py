@@ -118,7 +118,7 @@ def test_wants_is_the_union_of_the_rows():
         return tables.wants(np.array(rows), at)
 
     greedy = wants(0)
-    assert not (greedy.sampling or greedy.filters or greedy.penalties or greedy.bias)
+    assert not any((greedy.sampling, greedy.filters, greedy.penalties, greedy.bias))
     assert greedy.max_logprobs == 0
     assert wants(1).filters
     assert wants(0, 1).max_top_k == 5
@@ -150,8 +150,7 @@ def test_batch_equals_loops(seed):
     shift = rng.choice([0, 1])
     tables = make_tables()
     rows = [
-        make_row(row, [rng.randrange(90) for _ in range(24)], method="blocks")
-        for row in range(4)
+        make_row(row, [rng.randrange(90) for _ in range(24)], method="blocks") for row in range(4)
     ]
     rows[1] = rows[1]._replace(method="autoregressive")
     pages = rng.sample(range(50), 32)

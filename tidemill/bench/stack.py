@@ -122,6 +122,24 @@ def run(options: StackOptions) -> dict[str, Any]:
     return uvloop.run(_run(options))
 
 
+def table(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    """The rows that a terminal shows."""
+    session, generate = figures["session"], figures["generate"]
+    return [
+        ("ideal tok/s", f"{figures['ideal_tokens_per_s']:,.0f}"),
+        ("Session tok/s", f"{session['tokens_per_s']:,.0f}"),
+        ("Session / ideal", f"{session['ratio_to_ideal']:.3f}"),
+        ("Generate / ideal", f"{generate['ratio_to_ideal']:.3f}"),
+        ("core host ms per step", f"{session['core_host_ms_per_step']:.2f}"),
+        (
+            "Session delivery ms",
+            f"{session['delivery_ms_p50']} p50 {session['delivery_ms_p99']} p99",
+        ),
+        ("server CPU us per token", f"{session['server_cpu_us_per_token']} Session"),
+        ("", f"{generate['server_cpu_us_per_token']} Generate"),
+    ]
+
+
 async def _run(options: StackOptions) -> dict[str, Any]:
     results: dict[str, Any] = {
         "options": asdict(options),
@@ -181,11 +199,11 @@ async def _stub(port: int) -> AsyncIterator[Any]:
     """A stub of an engine that is up."""
     options = channel_options(64 << 20)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
-        info = engine_pb2_grpc.EngineInfoServiceStub(channel)
+        facts = engine_pb2_grpc.EngineInfoServiceStub(channel)
         give_up = time.monotonic() + _START_S
         while True:
             try:
-                await info.GetEngineInfo(pb.GetEngineInfoRequest(), timeout=5)
+                await facts.GetEngineInfo(pb.GetEngineInfoRequest(), timeout=5)
                 break
             except grpc.aio.AioRpcError as error:
                 if time.monotonic() > give_up:

@@ -4,8 +4,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tidemill.client import CallOptions, Client, Delta
+from tidemill.client import Client
 from tidemill.commands.spellings import ours
+from tidemill.exchange import CallOptions, Delta
 from tidemill.runtime import options
 from tidemill.runtime.errors import ServiceError
 from tidemill.sampling_params import SamplingParams

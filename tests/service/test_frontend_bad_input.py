@@ -1,0 +1,249 @@
+"""Wrong requests at both faces: a clear status, the field's name, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from tests.service.frontends import Stack, stack
+from tidemill.client import AsyncClient
+from tidemill.exchange import CallOptions
+from tidemill.runtime.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    ServiceError,
+    Unsupported,
+)
+from tidemill.sampling_params import SamplingParams
+from tidemill.v1 import text_pb2 as pb
+from tidemill.v1 import text_pb2_grpc as rpc
+
+LONG = "a" * 600
+
+HTTP = {
+    "empty prompt": ({"prompt": ""}, 400, "prompt"),
+    "no tokens": ({"prompt": []}, 400, "prompt"),
+    "missing prompt": ({}, 400, "prompt"),
+    "prompt too long": ({"prompt": LONG}, 400, "prompt"),
+    "prompt and output too long": ({"prompt": "a", "max_tokens": 512}, 400, "prompt"),
+    "token id out of range": ({"prompt": [5, 99_999]}, 400, "prompt"),
+    "negative token id": ({"prompt": [-1]}, 400, "prompt"),
+    "temperature -1": ({"prompt": "a", "temperature": -1}, 400, "temperature"),
+    "top_p 0": ({"prompt": "a", "top_p": 0}, 400, "top_p"),
+    "n 0": ({"prompt": "a", "n": 0}, 400, "n"),
+    "n too large": ({"prompt": "a", "n": 99}, 400, "n"),
+    "negative max_tokens": ({"prompt": "a", "max_tokens": -3}, 400, "max_tokens"),
+    "max_tokens 0 without echo": ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+    "unknown model": ({"prompt": "a", "model": "gpt-9"}, 404, "model"),
+    "unknown knob": ({"prompt": "a", "decoding": {"params": {"bogus": 1}}}, 400, "decoding.params.bogus"),
+    "wrong type": ({"prompt": "a", "temperature": {"a": 1}}, 400, "temperature"),
+    "too many stops": ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop"),
+    "empty stop": ({"prompt": "a", "stop": [""]}, 400, "stop"),
+    "too many logprobs": ({"prompt": "a", "logprobs": 6}, 400, "logprobs"),
+    "stop token out of range": ({"prompt": "a", "stop_token_ids": [-1]}, 400, "stop_token_ids"),
+    "truncation": ({"prompt": "a", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens"),
+    "unserved": ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
+}  # fmt: skip
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> Any:
+    async with stack(tmp_path, max_body_bytes=1 << 20, max_message_bytes=4 << 20) as running:
+        before = len(asyncio.all_tasks())
+        yield running
+        await asyncio.sleep(0.05)
+        assert running.engine.live == 0
+        assert running.frontend.desk.num_live == 0
+        assert running.frontend.desk.engine.num_slots == 0
+        assert len(asyncio.all_tasks()) <= before + 4  # open connections only, no requests
+
+
+async def test_http_table(served: Stack) -> None:
+    async with httpx.AsyncClient(base_url=served.url) as client:
+        for name, (body, status, param) in HTTP.items():
+            for stream in (False, True):
+                answer = await client.post("/v1/completions", json={**body, "stream": stream})
+                assert answer.status_code == status, (name, answer.text)
+                error = answer.json()["error"]
+                assert error["param"] == param, (name, error)
+                assert error["message"], name
+                assert error["type"] in ("invalid_request_error", "not_found_error"), name
+
+
+async def test_context_overflow_has_the_words_that_clients_look_for(served: Stack) -> None:
+    async with httpx.AsyncClient(base_url=served.url) as client:
+        messages = [{"role": "user", "content": LONG}]
+        answer = await client.post("/v1/chat/completions", json={"messages": messages})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["message"].startswith("This model's maximum context length is 512 tokens.")
+        assert error["code"] == "context_length_exceeded"
+        assert error["type"] == "invalid_request_error"
+        assert error["param"] == "messages"
+        assert (error["n_prompt_tokens"], error["n_ctx"]) == (602, 512)
+    async with AsyncClient(served.grpc_address) as client:
+        with pytest.raises(InvalidRequest) as caught:
+            await client.chat(LONG)
+    assert caught.value.reason == "CONTEXT_LENGTH_EXCEEDED"
+    assert caught.value.facts == {"n_prompt_tokens": "602", "n_ctx": "512"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "kind", "param"),
+    [
+        ("", {}, InvalidRequest, "prompt"),
+        ([], {}, InvalidRequest, "prompt"),
+        (LONG, {}, InvalidRequest, "prompt"),
+        ([99_999], {}, InvalidRequest, "prompt"),
+        ("a", {"temperature": -1.0}, InvalidRequest, "temperature"),
+        ("a", {"temperature": math.nan}, InvalidRequest, "temperature"),
+        ("a", {"top_p": 0.0}, InvalidRequest, "top_p"),
+        ("a", {"n": 0}, InvalidRequest, "n"),
+        ("a", {"max_tokens": -3}, InvalidRequest, "max_tokens"),
+        ("a", {"max_tokens": 0}, InvalidRequest, "max_tokens"),
+        ("a", {"method_params": {"bogus": 1}}, InvalidRequest, "decoding.params.bogus"),
+        ("a", {"stop": ["x"] * 17}, InvalidRequest, "stop"),
+    ],
+)
+async def test_grpc_table(
+    served: Stack, prompt: Any, params: dict[str, Any], kind: type[ServiceError], param: str
+) -> None:
+    async with AsyncClient(served.grpc_address) as client:
+        chosen = SamplingParams(**params)
+        with pytest.raises(kind) as caught:
+            await client.generate(prompt, chosen)
+        assert caught.value.param == param
+        with pytest.raises(kind) as caught:
+            async for _ in client.generate_stream(prompt, chosen):
+                pass
+        assert caught.value.param == param
+
+
+async def test_grpc_unknown_model_and_unserved_fields(served: Stack) -> None:
+    async with grpc.aio.insecure_channel(served.grpc_address) as channel:
+        stub = rpc.TextServiceStub(channel)
+        async with AsyncClient(served.grpc_address) as client:
+            with pytest.raises(NotFound) as caught:
+                await client.generate("a", options=CallOptions(model="gpt-9"))
+            assert caught.value.reason == "MODEL_NOT_FOUND"
+            with pytest.raises(InvalidRequest) as refused:
+                await client.generate("a", options=CallOptions(priority=2**40))
+            assert refused.value.param == "x-priority"
+    assert stub is not None
+
+
+async def test_bodies_that_are_not_requests(served: Stack) -> None:
+    async with httpx.AsyncClient(base_url=served.url) as client:
+        post = client.post
+        for content in (
+            b"",
+            b"{",
+            b"\xff\xfe",
+            b'{"prompt": "\xff"}',
+            b'{"prompt":"a","top_p":NaN}',
+        ):
+            answer = await post("/v1/completions", content=content)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["code"] == "invalid_json"
+        large = b'{"prompt": "' + b"a" * (2 << 20) + b'"}'
+        answer = await post("/v1/completions", content=large)
+        assert answer.status_code == 413
+        assert "1048576" in answer.json()["error"]["message"]
+
+        async def unknown_length() -> Any:
+            for _ in range(20):
+                yield b"a" * (1 << 17)
+
+        answer = await post("/v1/completions", content=unknown_length())
+        assert answer.status_code == 413
+        assert (await client.get("/v1/completions")).status_code == 405
+        assert (await post("/v1/nothing", json={})).status_code == 404
+        bad_id = {"x-request-id": "a" * 200}
+        answer = await post("/v1/completions", json={"prompt": "a"}, headers=bad_id)
+        assert answer.json()["error"]["param"] == "x-request-id"
+        bad_time = {"x-request-timeout-ms": "soon"}
+        answer = await post("/v1/completions", json={"prompt": "a"}, headers=bad_time)
+        assert answer.json()["error"]["param"] == "x-request-timeout-ms"
+
+
+async def test_malformed_protobuf_and_text(served: Stack) -> None:
+    async with grpc.aio.insecure_channel(served.grpc_address) as channel:
+        for content in (b"\xff\xff\xff", b"\x0a\x04\x0a\x02\xff\xfe"):
+            call = channel.unary_unary("/tidemill.v1.TextService/Generate")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(content)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            stream = channel.unary_stream("/tidemill.v1.TextService/GenerateStream")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stream(content).read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        call = channel.unary_unary(
+            "/tidemill.v1.TextService/Generate",
+            request_serializer=pb.TextServiceGenerateRequest.SerializeToString,
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(pb.TextServiceGenerateRequest(prompt={"text": "a" * (6 << 20)}))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_full_queue_is_429_with_retry_after(served: Stack) -> None:
+    served.engine.refuse = Overloaded("1024 requests are waiting", retry_after_ms=1500)
+    async with httpx.AsyncClient(base_url=served.url) as client:
+        for stream in (False, True):
+            body = {"prompt": "a", "stream": stream}
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"] == "2"
+            assert answer.headers["retry-after-ms"] == "1500"
+            assert answer.json()["error"]["code"] == "queue_full"
+    async with AsyncClient(served.grpc_address) as client:
+        with pytest.raises(Overloaded) as caught:
+            await client.generate("a")
+    assert caught.value.retry_after_ms == 1500
+
+
+async def test_deadlines(served: Stack) -> None:
+    served.engine.hold = True
+    async with httpx.AsyncClient(base_url=served.url) as client:
+        for milliseconds in ("1", "50"):
+            headers = {"x-request-timeout-ms": milliseconds}
+            answer = await client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+            assert answer.status_code == 504
+            assert answer.json()["error"]["code"] == "deadline_exceeded"
+    assert served.engine.outcomes == ["deadline", "deadline"]
+    async with AsyncClient(served.grpc_address) as client:
+        for seconds in (0.001, 0.05):
+            with pytest.raises(DeadlineExceeded):
+                await client.generate("a", options=CallOptions(timeout_s=seconds))
+    await until(lambda: served.engine.live == 0)
+    assert set(served.engine.outcomes) == {"deadline"}
+
+
+async def test_a_deadline_in_the_middle_of_a_stream(served: Stack) -> None:
+    served.engine.step_s = 0.01
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0) as sdk:
+        stream = await sdk.completions.create(
+            model="fake",
+            prompt="a",
+            max_tokens=400,
+            stream=True,
+            extra_headers={"x-request-timeout-ms": "150"},
+        )
+        with pytest.raises(openai.APIError, match="did not finish within 0.150 s"):
+            async for _ in stream:
+                pass
+
+
+async def until(condition: Any, seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)

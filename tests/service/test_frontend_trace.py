@@ -1,0 +1,121 @@
+"""One trace from the caller through the frontend into Submit; spans end on every path."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_rpc
+
+from tests.service.frontends import stack
+from tidemill.client import AsyncClient
+from tidemill.exchange import CallOptions
+from tidemill.runtime.telemetry import parse
+from tidemill.sampling_params import SamplingParams
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+ABOVE = "00f067aa0ba902b7"
+SAMPLED, UNSAMPLED = f"00-{TRACE}-{ABOVE}-01", f"00-{TRACE}-{ABOVE}-00"
+
+
+class Collector(otlp_rpc.TraceServiceServicer):
+    """Keeps every span it is sent."""
+
+    def __init__(self) -> None:
+        self.spans: dict[str, Any] = {}
+
+    async def Export(self, request: Any, context: Any) -> Any:
+        for resource in request.resource_spans:
+            for scope in resource.scope_spans:
+                self.spans.update({span.name: span for span in scope.spans})
+        return otlp.ExportTraceServiceResponse()
+
+
+@asynccontextmanager
+async def collector() -> AsyncIterator[tuple[Collector, str]]:
+    server, keeper = grpc.aio.server(), Collector()
+    otlp_rpc.add_TraceServiceServicer_to_server(keeper, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield keeper, f"http://127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+def assert_walk(spans: dict[str, Any], names: list[str], ingress: str) -> None:
+    """The ingress below the caller, the others below the ingress, one trace."""
+    assert {*names, ingress} <= set(spans)
+    assert spans[ingress].parent_span_id.hex() == ABOVE
+    assert spans[ingress].kind == 2
+    for name in names:
+        assert spans[name].parent_span_id == spans[ingress].span_id
+        assert spans[name].end_time_unix_nano >= spans[name].start_time_unix_nano
+    assert {span.trace_id.hex() for span in spans.values()} == {TRACE}
+
+
+async def test_http_chat_is_one_trace(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    async with collector() as (keeper, endpoint):
+        async with stack(tmp_path, otlp_endpoint=endpoint) as served:
+            async with httpx.AsyncClient(base_url=served.url) as client:
+                headers = {"traceparent": SAMPLED, "tracestate": "a=b"}
+                await client.post("/v1/chat/completions", json=body, headers=headers)
+                await client.get("/health")
+            (spec,) = served.engine.submits
+        spans = keeper.spans
+        names = ["apply_chat_template", "tokenize", "chat fake"]
+        assert_walk(spans, names, "POST /v1/chat/completions")
+        sent = parse(spec.traceparent)
+        assert sent is not None
+        assert f"{sent.span_id:016x}" == spans["chat fake"].span_id.hex()
+        assert f"{sent.trace_id:032x}" == TRACE
+        assert spec.tracestate == "a=b"
+        assert spans["chat fake"].kind == 3
+        found = {a.key: a.value for a in spans["chat fake"].attributes}
+        assert found["gen_ai.usage.output_tokens"].int_value == 3
+        assert found["gen_ai.operation.name"].string_value == "chat"
+
+
+async def test_grpc_streams_and_aborts_end_their_spans(tmp_path: Path) -> None:
+    async with collector() as (keeper, endpoint):
+        async with stack(tmp_path, otlp_endpoint=endpoint) as served:
+            served.engine.step_s = 0.01
+            async with AsyncClient(served.grpc_address) as client:
+                options = CallOptions(traceparent=SAMPLED)
+                chosen = SamplingParams(max_tokens=400)
+                async for _ in client.generate_stream("ab", chosen, options):
+                    break
+                async with asyncio.timeout(3):
+                    while served.engine.live or served.frontend.desk.num_live:
+                        await asyncio.sleep(0.01)
+        names = ["tokenize", "text_completion fake"]
+        assert_walk(keeper.spans, names, "tidemill.v1.TextService/GenerateStream")
+        assert keeper.spans["text_completion fake"].status.message == "aborted"
+
+
+async def test_unsampled_contexts_are_passed_on_and_nothing_is_recorded(tmp_path: Path) -> None:
+    async with collector() as (keeper, endpoint):
+        async with stack(tmp_path, otlp_endpoint=endpoint) as served:
+            async with httpx.AsyncClient(base_url=served.url) as client:
+                body = {"prompt": "a", "max_tokens": 1}
+                headers = {"traceparent": UNSAMPLED}
+                await client.post("/v1/completions", json=body, headers=headers)
+            (spec,) = served.engine.submits
+        assert spec.traceparent == UNSAMPLED
+        assert keeper.spans == {}
+
+
+async def test_without_an_exporter_the_callers_context_is_passed_on(tmp_path: Path) -> None:
+    async with stack(tmp_path) as served:
+        async with httpx.AsyncClient(base_url=served.url) as client:
+            body = {"prompt": "a", "max_tokens": 1}
+            await client.post("/v1/completions", json=body, headers={"traceparent": SAMPLED})
+            await client.post("/v1/completions", json=body)
+        assert [spec.traceparent for spec in served.engine.submits] == [SAMPLED, ""]

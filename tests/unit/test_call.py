@@ -1,0 +1,102 @@
+"""The mailbox between the session and a request: merging, bounds, one terminal outcome."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from frontend.call import MAX_UNREAD_BYTES, Call
+from frontend.messages import Canvas, Finish, FinishReason, Timings, TokenLogprobs, Usage
+from tidemill.runtime.errors import EngineDead, Overloaded
+
+FINISH = Finish(FinishReason.LENGTH, None, "", Usage(), Timings())
+
+
+class Wire:
+    """What the mailbox told the engine client."""
+
+    def __init__(self) -> None:
+        self.released: list[tuple[list[int], bool]] = []
+        self.stopped: list[tuple[int, int, str]] = []
+
+    def call(self, *handles: int) -> Call:
+        return Call(
+            handles,
+            release=lambda handles, abort: self.released.append((handles, abort)),
+            stop=lambda *told: self.stopped.append(told),
+        )
+
+
+async def test_unread_steps_merge_into_one_delta_per_sequence() -> None:
+    call = Wire().call(7, 8)
+    for step in range(3):
+        call.add_tokens(0, [step])
+        call.add_logprobs(0, [TokenLogprobs((step,), (-1.0,), 1)])
+        call.show_canvas(1, Canvas(0, (step,), (False,), step))
+    first, second = await call.read()
+    assert (first.index, first.token_ids, len(first.logprobs)) == (0, [0, 1, 2], 3)
+    assert second.canvas is not None
+    assert second.canvas.step == 2
+
+
+async def test_reading_waits_for_news() -> None:
+    call = Wire().call(1)
+    reading = asyncio.create_task(call.read())
+    await asyncio.sleep(0)
+    assert not reading.done()
+    call.finish(0, FINISH)
+    (delta,) = await reading
+    assert delta.finish is FINISH
+    assert not call.is_live
+
+
+async def test_what_arrived_is_read_before_the_error() -> None:
+    call = Wire().call(1)
+    call.add_tokens(0, [5])
+    call.fail(EngineDead("gone"))
+    call.fail(Overloaded("later errors do not count"))
+    assert (await call.read())[0].token_ids == [5]
+    with pytest.raises(EngineDead):
+        await call.read()
+
+
+async def test_closing_releases_what_still_runs_once() -> None:
+    wire = Wire()
+    call = wire.call(3, 4)
+    call.finish(0, FINISH)
+    call.close(abort=False)
+    call.close()
+    assert wire.released == [([4], False)]
+    call.stop(1, 9, "x")
+    assert wire.stopped == []
+
+
+async def test_stop_names_the_handle_of_the_sequence() -> None:
+    wire = Wire()
+    wire.call(3, 4).stop(1, 9, "END")
+    assert wire.stopped == [(4, 9, "END")]
+
+
+async def test_a_full_mailbox_ends_its_request() -> None:
+    wire = Wire()
+    call = wire.call(1, 2)
+    tokens = [0] * 10_000
+    num_added = 0
+    while call.is_live:
+        call.add_tokens(0, tokens)
+        num_added += 4 * len(tokens)
+        assert num_added < MAX_UNREAD_BYTES + 100_000
+    assert wire.released == [([1, 2], True)]
+    await call.read()
+    with pytest.raises(Overloaded) as caught:
+        await call.read()
+    assert caught.value.reason == "SLOW_READER"
+
+
+async def test_control_a_mailbox_that_is_read_never_overflows() -> None:
+    call = Wire().call(1)
+    for _ in range(100):
+        call.add_tokens(0, [0] * 10_000)
+        await call.read()
+    assert call.is_live

@@ -1,0 +1,187 @@
+"""OpenAI bodies: every parameter arrives, wrong ones are named, unserved ones are refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from frontend.api.openai_request import parse, to_chat, to_completion
+from frontend.api.openai_schema import ChatBody, CompletionBody
+from frontend.request import Chat
+from tidemill.runtime.errors import InvalidRequest, Unsupported
+
+HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def completion(**fields: object) -> object:
+    return to_completion(parse(json.dumps({"prompt": "x", **fields}).encode(), CompletionBody))
+
+
+def chat(**fields: object) -> object:
+    return to_chat(parse(json.dumps({**HELLO, **fields}).encode(), ChatBody))
+
+
+SAMPLING = {
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.1,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.3,
+    "frequency_penalty": -0.4,
+    "seed": 7,
+    "max_tokens": 5,
+    "min_tokens": 2,
+}
+
+
+def test_every_sampling_parameter_arrives() -> None:
+    options = completion(**SAMPLING, logit_bias={"5": -1.5}).options
+    for name, value in SAMPLING.items():
+        assert getattr(options.sampling, name) == value
+    assert options.sampling.logit_bias == {5: -1.5}
+
+
+def test_every_other_option_arrives() -> None:
+    options = completion(
+        model="m",
+        n=3,
+        best_of=3,
+        stop=["a", "b"],
+        stop_token_ids=[1, 2],
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        skip_special_tokens=False,
+        add_special_tokens=False,
+        logprobs=2,
+        prompt_logprobs=1,
+        echo=True,
+        truncate_prompt_tokens=9,
+        cache_salt="s",
+        priority=-4,
+        decoding={"method": "block_diffusion", "params": {"threshold": 0.5}},
+        steps=4,
+        remasking="sequential",
+        stream=True,
+        stream_options={"include_canvas": True},
+    ).options
+    assert (options.model, options.n, options.stop) == ("m", 3, ("a", "b"))
+    assert options.stop_token_ids == (1, 2)
+    assert options.include_stop_str_in_output
+    assert options.ignore_eos is True
+    assert not options.skip_special_tokens
+    assert options.add_special_tokens is False
+    assert (options.logprobs, options.prompt_logprobs, options.echo) == (2, 1, True)
+    assert (options.truncate_prompt_tokens, options.cache_salt, options.priority) == (9, "s", -4)
+    assert options.decoding.method == "block_diffusion"
+    assert options.decoding.params == {"threshold": 0.5, "steps": 4, "remasking": "sequential"}
+    assert options.emit_canvas
+
+
+def test_null_is_the_same_as_absent() -> None:
+    names = {**CompletionBody.model_fields}
+    del names["prompt"]
+    assert completion(**dict.fromkeys(names)) == completion()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ("a",)), (["a", "b"], ("a", "b")), ([1, 2], ((1, 2),)), ([[1], [2, 3]], ((1,), (2, 3)))],
+)
+def test_the_four_kinds_of_prompt(prompt: object, expected: object) -> None:
+    assert completion(prompt=prompt).prompts == expected
+
+
+@pytest.mark.parametrize("prompt", [None, 5, [], [1, "a"], [[1], "a"], [True], {"a": 1}, [1.5]])
+def test_other_prompts_are_refused(prompt: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        completion(prompt=prompt)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": 2**40}, "max_tokens"),
+        ({"n": "many"}, "n"),
+        ({"stop": [1]}, "stop"),
+        ({"logit_bias": {"word": 1}}, "logit_bias.word"),
+        ({"stream_options": 3}, "stream_options"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "captain", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+    ],
+)
+def test_wrong_values_name_their_field(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function"}]},
+        {"tool_choice": "required"},
+        {"response_format": {"type": "json_object"}},
+        {"best_of": 2},
+        {"use_beam_search": True},
+        {"spaces_between_special_tokens": False},
+        {"allowed_token_ids": [1]},
+        {"bad_words": ["x"]},
+        {"suffix": "end"},
+        {"chat_template": "{{ x }}"},
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(fields: dict[str, object]) -> None:
+    with pytest.raises(Unsupported) as caught:
+        chat(**fields)
+    assert caught.value.param == next(iter(fields))
+
+
+def test_neutral_values_and_unknown_fields_pass() -> None:
+    assert chat(tools=[], tool_choice="auto", response_format={"type": "text"}, n=1, best_of=1)
+    assert chat(invented_by_an_agent={"a": 1}, store=True, parallel_tool_calls=True)
+
+
+def test_chat_options() -> None:
+    request = chat(max_tokens=3, max_completion_tokens=8, logprobs=True, top_logprobs=2, seed=-1)
+    assert request.options.sampling.max_tokens == 8
+    assert request.options.sampling.seed == 2**64 - 1
+    assert request.options.logprobs == 2
+    assert chat(logprobs=True).options.logprobs == 0
+    assert chat(logprobs=False).options.logprobs is None
+
+
+def test_text_parts_are_joined_and_other_parts_refused() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (prompt,) = chat(messages=[{"role": "user", "content": parts}]).prompts
+    assert prompt == Chat(messages=[{"role": "user", "content": "a\nb"}])
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    with pytest.raises(Unsupported, match="image_url"):
+        chat(messages=[{"role": "user", "content": image}])
+
+
+def test_earlier_tool_calls_reach_the_template_as_objects() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ]
+    (prompt,) = chat(messages=messages).prompts
+    assert prompt.messages[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert prompt.messages[1]["tool_call_id"] == "1"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[1]", b'"x"', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b'{"n": NaN}'],
+)
+def test_bodies_that_are_not_json_objects(body: bytes) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(body, CompletionBody)
+    assert caught.value.reason == "INVALID_JSON"
