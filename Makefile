@@ -37,7 +37,7 @@ check: setup ## style, types and the rules of the house
 	$(PYTEST) tests/arch
 
 test: check ## check, then every test that is neither slow nor needs a GPU
-	$(PYTEST) -m "not slow and not gpu" --ignore=tests/arch tests
+	$(PYTEST) -n 2 -m "not slow and not gpu" --ignore=tests/arch tests
 
 test-slow: setup ## soaks and real-client environments
 	$(PYTEST) -m "slow and not gpu" --timeout=1200 tests

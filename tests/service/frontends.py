@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,3 +92,10 @@ async def stack(
     async with serving(fake) as port, frontend_for(port, **flags) as frontend:
         assert await frontend.desk.engine.wait_ready(10), frontend.desk.engine.last_error
         yield Stack(fake, frontend, tokenizer)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 8.0) -> None:
+    """Waits for something that another task or process brings about."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+            await asyncio.sleep(0.01)

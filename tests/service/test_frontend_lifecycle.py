@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from frontend.app import FrontendServer
 from frontend.config import FrontendConfig
 from tests.service.fake_engine import serving
-from tests.service.frontends import frontend_for, make_engine, stack
+from tests.service.frontends import frontend_for, make_engine, stack, until
 from tidemill.client import AsyncClient
 from tidemill.runtime.errors import FailedPrecondition, Unavailable
 from tidemill.sampling_params import SamplingParams
@@ -34,12 +34,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-async def until(condition: Any, seconds: float = 8.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_frontend_starts_without_its_engine(tmp_path: Path) -> None:
@@ -193,19 +187,21 @@ async def test_a_reader_that_is_too_slow_loses_only_its_own_request(tmp_path: Pa
 
 
 async def test_draining_lets_running_requests_finish(tmp_path: Path) -> None:
-    async with stack(tmp_path, engine={"step_s": 0.01}) as served:
-        async with httpx.AsyncClient(base_url=served.url) as client:
-            body = {"prompt": "ab", "max_tokens": 60}
-            running = asyncio.create_task(client.post("/v1/completions", json=body))
-            await until(lambda: served.engine.live == 1)
-            drained = asyncio.create_task(served.frontend.drain())
-            await asyncio.sleep(0.02)
-            answer = await client.post("/v1/completions", json=body)
-            assert answer.status_code == 503
-            assert answer.json()["error"]["code"] == "draining"
-            assert not drained.done()
-            assert (await running).json()["usage"]["completion_tokens"] == 60
-            await asyncio.wait_for(drained, 2)
+    async with (
+        stack(tmp_path, engine={"step_s": 0.01}) as served,
+        httpx.AsyncClient(base_url=served.url) as client,
+    ):
+        body = {"prompt": "ab", "max_tokens": 60}
+        running = asyncio.create_task(client.post("/v1/completions", json=body))
+        await until(lambda: served.engine.live == 1)
+        drained = asyncio.create_task(served.frontend.drain())
+        await asyncio.sleep(0.02)
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "draining"
+        assert not drained.done()
+        assert (await running).json()["usage"]["completion_tokens"] == 60
+        await asyncio.wait_for(drained, 2)
 
 
 async def test_a_busy_port_is_named_with_its_flag(tmp_path: Path) -> None:
@@ -275,28 +271,24 @@ async def until_healthy(client: httpx.AsyncClient) -> None:
 
 
 async def test_grpc_health_and_reflection(tmp_path: Path) -> None:
-    async with stack(tmp_path, reflection=True) as served:
-        await until(lambda: served.frontend.desk.state == "ready")
-        async with grpc.aio.insecure_channel(served.grpc_address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            ask = health_pb2.HealthCheckRequest
-            for name in ("", "liveness", "readiness", "tidemill.v1.TextService"):
-                await until_serving(stub, name)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Check(ask(service="nothing"))
-            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-            watch = stub.Watch(ask(service="readiness"))
-            assert (await watch.read()).status == 1
-            await served.frontend.drain()
-            assert (await watch.read()).status == 2
-            assert (await stub.Check(ask(service="liveness"))).status == 1
-            watch.cancel()
-
-
-async def until_serving(stub: Any, name: str) -> None:
-    async with asyncio.timeout(5):
-        while (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status != 1:
-            await asyncio.sleep(0.02)
+    async with (
+        stack(tmp_path, reflection=True) as served,
+        grpc.aio.insecure_channel(served.grpc_address) as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        ask = health_pb2.HealthCheckRequest
+        watch = stub.Watch(ask(service="readiness"))
+        while (await watch.read()).status != 1:
+            pass
+        for name in ("", "liveness", "readiness", "tidemill.v1.TextService"):
+            assert (await stub.Check(ask(service=name))).status == 1
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Check(ask(service="nothing"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        await served.frontend.drain()
+        assert (await watch.read()).status == 2
+        assert (await stub.Check(ask(service="liveness"))).status == 1
+        watch.cancel()
 
 
 async def test_many_streams_at_once(tmp_path: Path) -> None:

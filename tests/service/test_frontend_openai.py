@@ -246,13 +246,15 @@ async def test_request_ids_are_echoed(tmp_path: Path) -> None:
 
 
 async def test_canvas_events_on_demand(tmp_path: Path) -> None:
-    async with stack(tmp_path, engine={"mask_token_id": 264}) as served:
-        async with httpx.AsyncClient(base_url=served.url) as client:
-            body = {"prompt": "ab", "max_tokens": 3, "stream": True}
-            plain = await client.post("/v1/completions", json=body)
-            assert "canvas" not in plain.text
-            options = {"include_canvas": True}
-            answer = await client.post("/v1/completions", json={**body, "stream_options": options})
+    async with (
+        stack(tmp_path, engine={"mask_token_id": 264}) as served,
+        httpx.AsyncClient(base_url=served.url) as client,
+    ):
+        body = {"prompt": "ab", "max_tokens": 3, "stream": True}
+        plain = await client.post("/v1/completions", json=body)
+        assert "canvas" not in plain.text
+        options = {"include_canvas": True}
+        answer = await client.post("/v1/completions", json={**body, "stream_options": options})
     events = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
     shown = next(event for event in events if "canvas" in event)
     assert shown["choices"] == []
@@ -262,22 +264,25 @@ async def test_canvas_events_on_demand(tmp_path: Path) -> None:
 
 
 async def test_models_tokenize_and_version(tmp_path: Path) -> None:
-    async with stack(tmp_path, served_model_name="sea") as served:
-        async with sdk(served) as client, httpx.AsyncClient(base_url=served.url) as raw:
-            (card,) = (await client.models.list()).data
-            assert (card.id, card.model_dump()["max_model_len"]) == ("sea", 512)
-            assert (await client.models.retrieve("sea")).id == "sea"
-            with pytest.raises(openai.NotFoundError):
-                await client.models.retrieve("claude-9")
-            answer = (await raw.post("/tokenize", json={"prompt": "hello"})).json()
-            assert answer["tokens"] == [258, 111]
-            assert (answer["count"], answer["max_model_len"]) == (2, 512)
-            answer = (await raw.post("/tokenize", json={"messages": HI})).json()
-            assert answer["tokens"][0] == 261
-            answer = (await raw.post("/detokenize", json={"tokens": [258, 111]})).json()
-            assert answer == {"prompt": "hello"}
-            assert "version" in (await raw.get("/version")).json()
-            assert (await raw.get("/openapi.json")).status_code == 200
+    async with (
+        stack(tmp_path, served_model_name="sea") as served,
+        sdk(served) as client,
+        httpx.AsyncClient(base_url=served.url) as raw,
+    ):
+        (card,) = (await client.models.list()).data
+        assert (card.id, card.model_dump()["max_model_len"]) == ("sea", 512)
+        assert (await client.models.retrieve("sea")).id == "sea"
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("claude-9")
+        answer = (await raw.post("/tokenize", json={"prompt": "hello"})).json()
+        assert answer["tokens"] == [258, 111]
+        assert (answer["count"], answer["max_model_len"]) == (2, 512)
+        answer = (await raw.post("/tokenize", json={"messages": HI})).json()
+        assert answer["tokens"][0] == 261
+        answer = (await raw.post("/detokenize", json={"tokens": [258, 111]})).json()
+        assert answer == {"prompt": "hello"}
+        assert "version" in (await raw.get("/version")).json()
+        assert (await raw.get("/openapi.json")).status_code == 200
 
 
 async def test_metrics_count_what_happened(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ import httpx
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_rpc
 
-from tests.service.frontends import stack
+from tests.service.frontends import stack, until
 from tidemill.client import AsyncClient
 from tidemill.exchange import CallOptions
 from tidemill.runtime.telemetry import parse
@@ -92,9 +91,7 @@ async def test_grpc_streams_and_aborts_end_their_spans(tmp_path: Path) -> None:
                 chosen = SamplingParams(max_tokens=400)
                 async for _ in client.generate_stream("ab", chosen, options):
                     break
-                async with asyncio.timeout(3):
-                    while served.engine.live or served.frontend.desk.num_live:
-                        await asyncio.sleep(0.01)
+                await until(lambda: not (served.engine.live or served.frontend.desk.num_live))
         names = ["tokenize", "text_completion fake"]
         assert_walk(keeper.spans, names, "tidemill.v1.TextService/GenerateStream")
         assert keeper.spans["text_completion fake"].status.message == "aborted"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def in_pieces(detokenizer: Detokenizer, ids: list[int], cuts: list[int]) -> list
     """One text per delta between the cuts, then the flush."""
     edges = [0, *sorted(cuts), len(ids)]
     return [
-        *(detokenizer.feed(ids[a:b]) for a, b in zip(edges, edges[1:], strict=False)),
+        *(detokenizer.feed(ids[a:b]) for a, b in pairwise(edges)),
         detokenizer.flush(),
     ]
 

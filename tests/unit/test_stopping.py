@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ def in_pieces(
     checker = StopChecker(tuple(stops), include=include)
     edges = [0, *sorted(cuts), len(text)]
     shown = ""
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in pairwise(edges):
         checked = checker.feed(text[a:b])
         shown += checked.text
         if checked.matched is not None:
