@@ -19,7 +19,7 @@ $(STAMP): $(LOCK) pyproject.toml
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "installing $(LOCK) into $(VENV) ..."
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-compile -r $(LOCK)
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
 proto: setup ## regenerate tidemill/v1 from proto/

@@ -36,8 +36,10 @@ class Flight(NamedTuple):
 
 
 class SimulatedExecutor:
-    """Implements core.strategy.Executor. Each step takes `step_s` from its launch, like a device
-    that starts at once; every wanted position is decided, and no token of `never` is produced."""
+    """Implements core.strategy.Executor. Each step takes `step_s`, one after the other like on a
+    device; every wanted position is decided, and no token of `never` is produced."""
+
+    overlaps = True
 
     def __init__(
         self, limits: ExecutorLimits, *, vocab_size: int, step_s: float, never: frozenset[int]
@@ -47,13 +49,14 @@ class SimulatedExecutor:
         self._step_s = step_s
         self._never = never
         self._rows: dict[int, _Row] = {}
+        self._busy_until = 0.0
 
     def launch(self, plan: StepPlan) -> Flight:
         """Returns at once."""
-        due = time.monotonic() + self._step_s
+        self._busy_until = max(time.monotonic(), self._busy_until) + self._step_s
         for new in plan.new_rows:
             self._rows[new.row] = _row(new)
-        return Flight([self._decide(span) for span in plan.spans], due)
+        return Flight([self._decide(span) for span in plan.spans], self._busy_until)
 
     def collect(self, handle: Flight) -> list[Decision | None]:
         """Sleeps until the step is over."""
@@ -70,16 +73,17 @@ class SimulatedExecutor:
         return token
 
     def _decide(self, span: Span) -> Decision | None:
-        if span.num_logits == 0:
+        number, _, _, _, _, first, last, score_start, score_stop = span
+        if first == last and score_start == score_stop:
             return None
-        row = self._rows[span.row]
-        tokens = [self.token(row.seed, p) for p in range(span.decide_start, span.decide_stop)]
+        row = self._rows[number]
+        tokens = [self.token(row.seed, position) for position in range(first, last)]
         logprobs: list[TokenLogprobs | None] | None = None
         if row.logprobs is not None:
             logprobs = [self._entry(token, row.logprobs) for token in tokens]
         scores = None
         if row.prompt_logprobs is not None:
-            known = row.prompt[span.score_start : span.score_stop]
+            known = row.prompt[score_start:score_stop]
             scores = [self._entry(token, row.prompt_logprobs) for token in known]
         return Decision(tokens, [True] * len(tokens), logprobs, scores)
 

@@ -42,6 +42,7 @@ class FrontendServer:
                 ws="none",
                 lifespan="off",
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=int(_CLOSING_S),
@@ -145,6 +146,7 @@ class _Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to FrontendServer.run."""
         yield
 
 

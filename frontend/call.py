@@ -73,6 +73,7 @@ class Call:
             self._release(live, abort)
 
     def add_tokens(self, index: int, token_ids: Sequence[int]) -> None:
+        """Committed tokens, behind those already there. May end the request (SLOW_READER)."""
         if self._num_unread_bytes > MAX_UNREAD_BYTES:
             self.close()
             self.fail(
@@ -87,17 +88,21 @@ class Call:
         self._delta(index).token_ids.extend(token_ids)
 
     def add_logprobs(self, index: int, entries: list[TokenLogprobs]) -> None:
+        """One entry per committed token."""
         self._count(entries)
         self._delta(index).logprobs.extend(entries)
 
     def add_prompt_logprobs(self, index: int, entries: list[TokenLogprobs]) -> None:
+        """One entry per prompt position, in order, from position 1."""
         self._count(entries)
         self._delta(index).prompt_logprobs.extend(entries)
 
     def show_canvas(self, index: int, canvas: Canvas) -> None:
+        """The newest tentative state; it replaces one that was not read."""
         self._delta(index).canvas = canvas
 
     def finish(self, index: int, finish: Finish) -> None:
+        """The sequence's one terminal event."""
         self._live.discard(self._handles[index])
         self._delta(index).finish = finish
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from frontend.config import FrontendConfig
@@ -91,9 +92,11 @@ class FrontDesk:
         return len(self._live)
 
     def entered(self, generation: Generation) -> None:
+        """A request has come in."""
         self._live.add(generation)
 
     def left(self, generation: Generation) -> None:
+        """A request has ended; the last one ends a drain."""
         self._live.discard(generation)
         if not self._live:
             self._idle.set()
@@ -115,15 +118,20 @@ class FrontDesk:
 
         Special tokens are added by default to texts only: templates write their own.
         """
-        text = prompt
-        if isinstance(prompt, Chat):
+        if isinstance(prompt, str):
+            text = prompt
+        else:
             with around("apply_chat_template"):
-                text = await self.pool.run(model.template.render, prompt)
+                text = await self.pool.run(model.template.render, prompt, size=prompt.size)
         if add_special_tokens is None:
             add_special_tokens = isinstance(prompt, str)
         with around("tokenize"):
-            encode = model.tokenizer.encode
-            return await self.pool.run(encode, text, add_special_tokens=add_special_tokens)
+            return await self.pool.run(
+                model.tokenizer.encode,
+                text,
+                size=len(text),
+                add_special_tokens=add_special_tokens,
+            )
 
     async def detokenize(
         self, model: ServedModel, token_ids: list[int], *, skip_special_tokens: bool
@@ -164,7 +172,11 @@ class FrontDesk:
     async def _load_model(self, facts: EngineFacts) -> None:
         """A (re)connected engine: its tokenizer is fetched again only when it has changed."""
         known = self.model
-        if known is not None and known.facts == facts:
+        if known is not None and (known.facts.model_id, known.facts.tokenizer_sha256) == (
+            facts.model_id,
+            facts.tokenizer_sha256,
+        ):
+            self.model = replace(known, facts=facts)
             return
         if self.config.tokenizer is not None:
             folder = Path(self.config.tokenizer)

@@ -61,6 +61,7 @@ def to_spec(sequence: Sequence) -> pb.GenerateSpec:
 
 
 def to_facts(answer: pb.GetEngineInfoResponse) -> EngineFacts:
+    """What the frontend needs of GetEngineInfo's answer."""
     decoding = answer.decoding
     return EngineFacts(
         instance_id=answer.instance_id,
@@ -78,15 +79,18 @@ def to_facts(answer: pb.GetEngineInfoResponse) -> EngineFacts:
 
 
 def to_logprobs(positions: Iterable[pb.TokenLogprobs]) -> list[TokenLogprobs]:
+    """One entry per position; empty where the engine had none."""
     return [TokenLogprobs(tuple(p.token_ids), tuple(p.logprobs), p.rank) for p in positions]
 
 
 def to_canvas(row: pb.CanvasRow) -> Canvas:
+    """A canvas row without its row number."""
     fixed = tuple(flag != 0 for flag in row.fixed)
     return Canvas(row.block_start, tuple(unpack_ids(row.token_ids)), fixed, row.denoise_step)
 
 
 def to_finish(finish: pb.Finish) -> Finish:
+    """A finish; an unknown reason raises ValueError."""
     usage, timings = finish.usage, finish.timings
     return Finish(
         reason=FinishReason(finish.reason),
@@ -107,6 +111,7 @@ def to_finish(finish: pb.Finish) -> Finish:
 
 
 def to_error(failed: pb.Failed) -> ServiceError:
+    """The error that a Failed frame stands for."""
     return from_grpc_code(failed.code)(
         failed.message,
         reason=failed.reason or None,

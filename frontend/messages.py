@@ -33,6 +33,8 @@ class TokenLogprobs(NamedTuple):
 
 
 class Usage(NamedTuple):
+    """Token and step counts of one sequence, or of a request."""
+
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -51,6 +53,8 @@ class Timings(NamedTuple):
 
 
 class Finish(NamedTuple):
+    """The terminal row of a sequence; `detail` is the engine's word on it."""
+
     reason: FinishReason
     stop_token_id: int | None
     detail: str
@@ -68,6 +72,8 @@ class Canvas(NamedTuple):
 
 
 class Load(NamedTuple):
+    """The engine's last load report: sequences and KV pages."""
+
     running: int = 0
     waiting: int = 0
     pages_used: int = 0

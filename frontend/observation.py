@@ -32,6 +32,7 @@ class Observation:
         self._client_span: Span | None = None
         self._last: dict[int, float] = {}
         self._first: float | None = None
+        self._clock = asyncio.get_running_loop().time
         self._between = metrics.inter_token_latency.labels(model_name)
 
     @contextmanager
@@ -55,7 +56,7 @@ class Observation:
 
     def delivered(self, index: int) -> None:
         """Tokens of a choice have arrived."""
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         last = self._last.get(index)
         if self._first is None:
             self._first = now
@@ -67,7 +68,7 @@ class Observation:
 
     def ended(self, generation: Generation, failure: BaseException | None) -> None:
         """The one log line, the counters, and the end of the CLIENT span."""
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         outcome = _outcome(generation, failure)
         self._count(generation, failure, now)
         usage = generation.usage

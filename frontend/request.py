@@ -76,6 +76,11 @@ class Chat:
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def size(self) -> int:
+        """Characters of all messages."""
+        return sum(len(message["content"]) for message in self.messages)
+
 
 Prompt = str | tuple[int, ...] | Chat
 """Text, token ids, or a conversation."""

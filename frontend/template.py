@@ -120,5 +120,6 @@ class _Generation(jinja2.ext.Extension):
     tags = frozenset({"generation"})  # type: ignore[assignment]
 
     def parse(self, parser: Any) -> Any:
+        """The block's body, as if the tags were not there."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)

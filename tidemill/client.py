@@ -171,6 +171,7 @@ class AsyncClient:
         params: SamplingParams | None = None,
         options: CallOptions | None = None,
     ) -> Completion:
+        """Completes a text or token ids. Raises ServiceError."""
         request = pb.TextServiceGenerateRequest(**text_fields(prompt, params, options))
         return to_completion(await self._call("Generate", request, options))
 
@@ -180,6 +181,7 @@ class AsyncClient:
         params: SamplingParams | None = None,
         options: CallOptions | None = None,
     ) -> AsyncIterator[Delta]:
+        """The same in pieces; leaving the loop early stops the engine."""
         request = pb.GenerateStreamRequest(**text_fields(prompt, params, options))
         return self._stream("GenerateStream", request, options)
 
@@ -189,6 +191,7 @@ class AsyncClient:
         params: SamplingParams | None = None,
         options: CallOptions | None = None,
     ) -> Completion:
+        """Answers a conversation. Raises ServiceError."""
         request = pb.ChatRequest(**chat_fields(messages, params, options))
         return to_completion(await self._call("Chat", request, options))
 
@@ -198,12 +201,14 @@ class AsyncClient:
         params: SamplingParams | None = None,
         options: CallOptions | None = None,
     ) -> AsyncIterator[Delta]:
+        """The same in pieces; leaving the loop early stops the engine."""
         request = pb.ChatStreamRequest(**chat_fields(messages, params, options))
         return self._stream("ChatStream", request, options)
 
     async def tokenize(
         self, text: Conversation, *, add_special_tokens: bool | None = None
     ) -> list[int]:
+        """Token ids of a text, or of messages rendered with the chat template."""
         answer = await self._call(
             "Tokenize", pb.TokenizeRequest(**tokenize_fields(text, add_special_tokens)), None
         )
@@ -212,13 +217,16 @@ class AsyncClient:
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
     ) -> str:
+        """The text of token ids."""
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return str((await self._call("Detokenize", request, None)).text)
 
     async def list_models(self) -> list[pb.ModelCard]:
+        """What the server serves."""
         return list((await self._call("ListModels", pb.ListModelsRequest(), None)).models)
 
     async def get_model(self, name: str) -> pb.ModelCard:
+        """One model's card. Raises NotFound."""
         card: pb.ModelCard = (await self._call("GetModel", pb.GetModelRequest(id=name), None)).model
         return card
 

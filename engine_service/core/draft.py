@@ -37,14 +37,13 @@ class StepDraft:
         """Takes the span's share out of the budget."""
         self.entries[request.key] = Entry(request, view, span, first_page, is_new)
         _, start, stop, _, _, first, last, score_start, score_stop = span
-        tokens, logits = self.budget
-        self.budget = Budget(
-            tokens - stop + start, logits - last + first - score_stop + score_start
-        )
+        budget = self.budget
+        budget.tokens -= stop - start
+        budget.logits -= last - first + score_stop - score_start
 
     def drop(self, key: int) -> None:
         """Takes a request out again, if it is in, and gives its share back."""
         entry = self.entries.pop(key, None)
         if entry is not None:
-            tokens, logits = self.budget
-            self.budget = Budget(tokens + entry.span.num_tokens, logits + entry.span.num_logits)
+            self.budget.tokens += entry.span.num_tokens
+            self.budget.logits += entry.span.num_logits

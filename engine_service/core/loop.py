@@ -1,5 +1,7 @@
 """The core's main loop: drain the inbox, schedule, launch, collect, apply, emit.
 
+Where the executor overlaps, one step is always in flight while the host works on the next.
+
 It does not know processes or sockets: commands come from an inbox, events go to an outbox.
 """
 
@@ -7,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine_service.core.messages import Abort, Command, Event, Fatal, Reject, Shutdown, Submit
 from engine_service.core.scheduler import Scheduler
+from engine_service.core.step import StepPlan
 from engine_service.core.strategy import Executor
 from tidemill.runtime.errors import InternalError, ServiceError
 
@@ -56,6 +60,8 @@ class CoreLoop:
         self._clock = clock
         self._last_output = clock()
         self._is_open = True
+        self._flights: deque[tuple[StepPlan, Any]] = deque()
+        self._depth = 1 if executor.overlaps else 0
 
     def run(self) -> None:
         """Turns until a Shutdown command; raises what a step raised after telling Fatal."""
@@ -74,11 +80,11 @@ class CoreLoop:
 
     def _step(self) -> None:
         plan = self._scheduler.schedule()
-        if plan is None:
-            return
-        handle = self._executor.launch(plan)
-        decisions = self._executor.collect(handle)
-        self._scheduler.apply(plan, decisions)
+        if plan is not None:
+            self._flights.append((plan, self._executor.launch(plan)))
+        if self._flights and (plan is None or len(self._flights) > self._depth):
+            oldest, handle = self._flights.popleft()
+            self._scheduler.apply(oldest, self._executor.collect(handle))
 
     def _emit(self) -> None:
         is_due = self._clock() - self._last_output >= self._heartbeat_s

@@ -14,6 +14,7 @@ from engine_service.core.pages import PageManager
 from engine_service.core.params import SchedulerLimits
 from engine_service.core.policy.priority import WaitingQueue, order
 from engine_service.core.request import Request
+from engine_service.core.strategy import View
 
 
 class Planner:
@@ -31,6 +32,8 @@ class Planner:
         self._waiting = WaitingQueue()
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
         self._catch_up_first = False
+        self._waits_for_pages = False
+        """A row found no page: nothing is launched until preemption is possible again."""
 
     @property
     def num_waiting(self) -> int:
@@ -62,12 +65,18 @@ class Planner:
         else:
             self._waiting.remove(request)
 
-    def plan(self, now: int) -> list[Entry]:
-        """What every row does in the next step; empty when nothing can run beside the steps in
-        flight. Requests that a step in flight names are left alone."""
+    def plan(self, now: int, *, beside_step: bool = False) -> list[Entry]:
+        """What every row does in the next step; empty when nothing can run.
+
+        `beside_step` says that a step is in flight: requests that it names are planned from what
+        their strategy predicts, and nobody is preempted.
+        """
+        if beside_step and self._waits_for_pages:
+            return []
+        self._waits_for_pages = False
         aged_before = now - self._age_bound_ns
         draft = StepDraft(self._limits.token_budget, self._limits.logit_budget)
-        if self._plan_running(draft, aged_before) and self._free_rows:
+        if self._plan_running(draft, aged_before, beside_step) and self._free_rows:
             self._plan_waiting(draft, aged_before, now)
         return list(draft.entries.values())
 
@@ -85,38 +94,44 @@ class Planner:
         for request in self._running.values():
             self._pages.check_writable(request.table, request.num_cached)
 
-    def _plan_running(self, draft: StepDraft, aged_before: int) -> bool:
+    def _plan_running(self, draft: StepDraft, aged_before: int, beside_step: bool) -> bool:
         """Plans the rows that are taken; True when there may be room for waiting requests.
 
         Short spans go first, so that a long prompt never stalls the others; if that leaves
         nothing for any prompt, prompts go first in the next step. Rows that found no budget
         lead next time.
         """
-        idle = [request for request in self._running.values() if not request.in_flight]
-        catching_up = [request for request in idle if not request.decoding]
-        decoding = [request for request in idle if request.decoding] if catching_up else idle
+        ready = [(r, view) for r in self._running.values() if (view := _view(r)) is not None]
+        catching_up = [pair for pair in ready if not pair[0].decoding]
+        decoding = [pair for pair in ready if pair[0].decoding] if catching_up else ready
         groups = (catching_up, decoding) if self._catch_up_first else (decoding, catching_up)
         left_out: dict[int, Request] = {}
-        for request in chain(*groups):
-            if request.row >= 0 and not self._extend(request, draft, aged_before):
+        for request, view in chain(*groups):
+            if request.row >= 0 and not self._extend(
+                request, view, draft, aged_before, beside_step
+            ):
                 left_out[request.key] = request
-        served = any(request.key in draft.entries for request in catching_up)
+        served = any(request.key in draft.entries for request, _ in catching_up)
         self._catch_up_first = bool(catching_up) and not served
         if any(request.decoding for request in left_out.values()):
             leading = {key: r for key, r in left_out.items() if r.decoding and r.row >= 0}
             self._running = leading | self._running
-        return not left_out and len(draft.entries) == len(idle)
+        return not left_out and len(draft.entries) == len(ready)
 
-    def _extend(self, request: Request, draft: StepDraft, aged_before: int) -> bool:
-        """Plans one running request, preempting others for pages; False without budget."""
-        view = request.view()
+    def _extend(
+        self, request: Request, view: View, draft: StepDraft, aged_before: int, beside_step: bool
+    ) -> bool:
+        """Plans one running request, preempting others for pages; False without budget, or
+        without pages while nobody can be preempted."""
         span = request.strategy.plan(view, draft.budget)
         if span is None:
             return False
         first_page = len(request.table.pages)
         while not self._pages.reserve(request.table, span.kv_len):
-            candidates = (r for r in self._running.values() if not r.in_flight)
-            victim = max(candidates, key=lambda r: order(r, aged_before))
+            if beside_step:
+                self._waits_for_pages = True
+                return False
+            victim = max(self._running.values(), key=lambda r: order(r, aged_before))
             draft.drop(victim.key)
             self._preempt(victim)
             if victim is request:
@@ -178,3 +193,16 @@ class Planner:
         del self._running[request.key]
         self._free_rows.append(request.row)
         request.row = -1
+
+
+def _view(request: Request) -> View | None:
+    """What the request's next span is planned from; None: it sits this step out."""
+    if request.ending is not None:
+        return None
+    if not request.in_flight:
+        return request.view()
+    assert request.launched is not None, f"{request.request_id} is in flight without a span"
+    view = request.strategy.predict(*request.launched)
+    if view is None or view.committed_len - view.prompt_len >= request.sampling.max_tokens:
+        return None
+    return view

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from engine_service.core.messages import Finish, FinishReason, Timings, Usage
 from engine_service.core.pages import PageTable
 from engine_service.core.params import ResolvedSampling
-from engine_service.core.step import Canvas
+from engine_service.core.step import Canvas, Span
 from engine_service.core.strategy import DecodeStrategy, View
 
 
@@ -47,11 +47,13 @@ class Request:
     num_cached: int = 0
     row: int = -1
     decoding: bool = False
-    """Its last span decided something: the next one is short."""
+    """The span launched last decides something: the next one is short."""
+    launched: tuple[View, Span] | None = None
+    """The span launched last, and the view it was planned from."""
     in_flight: int = 0
     """Launched steps that name it and are not collected yet."""
     ending: Ending | None = None
-    """Takes effect when the last step in flight is collected."""
+    """It is over and its caller knows; row and pages go back with the last step in flight."""
     waits_for: bytes | None = None
     """Unit digest that a running request is computing under the same key."""
     cached_tokens: int = 0

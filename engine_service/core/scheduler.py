@@ -86,7 +86,7 @@ class Scheduler:
             heapq.heappush(self._deadlines, (submit.deadline_ns, request.key))
 
     def abort(self, abort: Abort) -> None:
-        """Ends a sequence, at the latest when the steps that name it are collected."""
+        """Ends a sequence; its row and pages go back when the steps that name it are collected."""
         request = self._requests.get(abort.key)
         if request is not None:
             ending = Ending(abort.reason, abort.detail, None, abort.completion_tokens)
@@ -98,10 +98,10 @@ class Scheduler:
             self.abort(Abort(key, detail=detail))
 
     def schedule(self) -> StepPlan | None:
-        """The next step; None when there is nothing to run beside the steps in flight."""
+        """The next step; None when there is nothing to run beside the step in flight."""
         now = self._clock()
         self._expire(now)
-        entries = self._planner.plan(now)
+        entries = self._planner.plan(now, beside_step=bool(self._in_flight))
         if entries:
             return self._launch_plan(entries)
         assert self._in_flight or not self._requests, f"stuck with {len(self._requests)} requests"
@@ -115,11 +115,10 @@ class Scheduler:
         for entry, decision in zip(entries, decisions, strict=True):
             request = entry.request
             request.in_flight -= 1
-            request.forward_passes += 1
             if request.ending is None:
                 self._settle(entry, decision, now)
             elif request.in_flight == 0:
-                self._finish(request, request.ending, now)
+                self._release(request)
 
     def emit(self, *, heartbeat: bool = False) -> StepOutput | None:
         """What there is to tell since the last call; None when nothing, unless `heartbeat`."""
@@ -141,8 +140,10 @@ class Scheduler:
     def _launch_plan(self, entries: list[Entry]) -> StepPlan:
         new_rows: list[NewRow] = []
         appends: list[PageAppend] = []
-        for request, _, span, first_page, is_new in entries:
+        for request, view, span, first_page, is_new in entries:
             request.in_flight += 1
+            request.launched = view, span
+            request.decoding = span.decide_stop > span.decide_start
             if is_new:
                 new_rows.append(self._new_row(request))
             if len(request.table.pages) > first_page:
@@ -175,21 +176,21 @@ class Scheduler:
         """Applies one decision: commit, cut at the first end, seal, report."""
         request, view, span, _, _ = entry
         update = request.strategy.settle(view, span, decision)
-        run = update.commit
-        stop = find_stop(request.committed, request.prompt_len, run, request.sampling)
-        if stop is not None:
-            run = run[: stop.keep]
+        run, _, num_cached, canvas = update
+        stop = run and find_stop(request.committed, request.prompt_len, run, request.sampling)
+        if stop:
+            run, canvas = run[: stop.keep], EMPTY_CANVAS
         request.committed += run
-        request.canvas = update.canvas if stop is None else EMPTY_CANVAS
-        request.num_cached = update.num_cached
-        request.decoding = span.decide_stop > span.decide_start
-        if request.decoding and view.canvas.token_ids:
+        request.canvas = canvas
+        request.num_cached = num_cached
+        request.forward_passes += 1
+        if view.canvas.token_ids and span.decide_stop > span.decide_start:
             request.denoise_steps += 1
         if request.first_token_ns is None and run:
             request.first_token_ns = now
-        self._pages.seal(request.table, request.committed, update.num_cached)
+        self._pages.seal(request.table, request.committed, num_cached)
         self._report(entry, decision, update, run)
-        if stop is not None:
+        if stop:
             self._end(request, Ending(stop.reason, stop.detail, stop.stop_token_id), now)
 
     def _report(
@@ -213,13 +214,14 @@ class Scheduler:
             self._output.canvas(row, len(request.committed), canvas)
 
     def _end(self, request: Request, ending: Ending, now: int) -> None:
-        """The first ending wins; it waits for the steps in flight that name the request."""
-        if request.ending is None:
-            request.ending = ending
+        """Tells the caller; the first ending wins."""
+        if request.ending is not None:
+            return
+        request.ending = ending
+        self._output.finish(request.key, request.finish(ending, now))
         if request.in_flight == 0:
-            self._finish(request, request.ending, now)
+            self._release(request)
 
-    def _finish(self, request: Request, ending: Ending, now: int) -> None:
+    def _release(self, request: Request) -> None:
         self._planner.leave(request)
         del self._requests[request.key]
-        self._output.finish(request.key, request.finish(ending, now))

@@ -27,8 +27,10 @@ class View(NamedTuple):
     """First prompt position still to be scored; prompt_len when nothing is to be scored."""
 
 
-class Budget(NamedTuple):
-    """What is left of the step: query tokens and rows of logits."""
+@dataclass(slots=True)
+class Budget:
+    """What is left of the step: query tokens and rows of logits. StepDraft counts it down; a
+    tuple made anew for every row would cost a tenth of the scheduler's time at 256 rows."""
 
     tokens: int
     logits: int
@@ -75,34 +77,36 @@ class DecodeStrategy(ABC):
         The default fits every method that caches what it commits: catch up with what is committed
         but not cached, then decide on the tail; a cut falls on a border of `mask_block`.
         """
+        row, prompt_len, committed_len, start, canvas, _, score_from = view
         block = self.mask_block
-        start = view.num_cached
-        end = view.committed_len + len(view.canvas.token_ids)
-        stop = min(end, start + budget.tokens // block * block)
-        if view.score_from < view.prompt_len:
+        end = committed_len + len(canvas.token_ids)
+        room = budget.tokens // block * block
+        stop = end if end - start <= room else start + room
+        if score_from < prompt_len:
             return self._plan_scored(view, budget, stop)
         if stop == end > start:
-            decide_start, decide_stop = self.undecided(view)
+            decide_start, decide_stop = self.undecided(committed_len, canvas)
             if decide_stop - decide_start <= budget.logits:
-                return Span(view.row, start, stop, stop, block, decide_start, decide_stop)
+                return Span(row, start, stop, stop, block, decide_start, decide_stop)
             stop -= block
         if stop <= start:
             return None
-        return Span(view.row, start, stop, stop, block, stop, stop)
+        return Span(row, start, stop, stop, block, stop, stop)
 
-    def undecided(self, view: View) -> tuple[int, int]:
+    @staticmethod
+    def undecided(committed_len: int, canvas: Canvas) -> tuple[int, int]:
         """Positions [start, stop) that the span reaching the end of the row decides on.
 
         From the first to the last open position of the canvas, or the next token without one.
         """
-        fixed = view.canvas.fixed
+        fixed = canvas.fixed
         if not fixed:
-            return view.committed_len, view.committed_len + 1
+            return committed_len, committed_len + 1
         first = fixed.index(False)
         last = len(fixed) - 1
         while fixed[last]:
             last -= 1
-        return view.committed_len + first, view.committed_len + last + 1
+        return committed_len + first, committed_len + last + 1
 
     def _plan_scored(self, view: View, budget: Budget, stop: int) -> Span | None:
         """A span of a causal prompt whose tokens are scored: token p from query p - 1."""
@@ -121,6 +125,16 @@ class DecodeStrategy(ABC):
         return Span(
             view.row, start, stop, stop, 1, decide_start, decide_stop, score_start, score_stop
         )
+
+    def predict(self, view: View, span: Span) -> View | None:
+        """What `view` will look like when the step in flight is collected, as far as planning
+        needs it; None: that depends on the decision, so the request sits the next step out. Pure.
+        """
+        if span.decide_stop > span.decide_start:
+            return None
+        row, prompt_len, committed_len, _, canvas, params, score_from = view
+        score_from = max(score_from, span.score_stop)
+        return View(row, prompt_len, committed_len, span.stop, canvas, params, score_from)
 
     @abstractmethod
     def settle(self, view: View, span: Span, decision: Decision | None) -> Update:
@@ -155,6 +169,8 @@ class Executor(Protocol):
     """Runs step plans. `launch` returns at once; `collect` waits for that step's decisions."""
 
     limits: ExecutorLimits
+    overlaps: bool
+    """Steps run beside the host: one may be launched before the one ahead of it is collected."""
 
     def launch(self, plan: StepPlan) -> Any:
         """Starts a step and returns a handle for `collect`."""

@@ -50,6 +50,13 @@ class Autoregressive(DecodeStrategy):
         """All but the last token, whose logits decide the next one."""
         return committed_len - 1
 
+    def predict(self, view: View, span: Span) -> View:
+        """The decided token is one more committed one; which, the device knows."""
+        row, prompt_len, committed_len, _, canvas, params, score_from = view
+        committed_len += span.decide_stop - span.decide_start
+        score_from = max(score_from, span.score_stop)
+        return View(row, prompt_len, committed_len, span.stop, canvas, params, score_from)
+
     def settle(self, view: View, span: Span, decision: Decision | None) -> Update:
         """Commits the decided token; its own KV is computed by the next span."""
         if decision is None or span.decide_start == span.decide_stop:

@@ -52,7 +52,7 @@ class Worker:
     """Loads a model, sizes the KV pool and runs step plans.
 
     Public attributes are set once, at start-up: `checkpoint`, `traits`, `resolved`, `dtype`,
-    `device`, `strategies` (by name), `limits`, `stage_seconds`.
+    `device`, `strategies` (by name), `limits`, `overlaps`, `stage_seconds`.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class Worker:
         self.stage_seconds: dict[str, float] = {}
         with self._stage("device"):
             self.device = pick_device(config.device)
-            if self.device.type == "cuda":
+            self.overlaps = self.device.type == "cuda"
+            if self.overlaps:
                 torch.cuda.set_device(self.device)
         with self._stage("checkpoint"):
             self.checkpoint = fetch_checkpoint(config, report)

@@ -22,27 +22,33 @@ def admin_routes(desk: FrontDesk) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models() -> Response:
+        """The served model."""
         return JsonResponse({"object": "list", "data": [_card(desk.check_ready())]})
 
     @router.get("/v1/models/{name:path}")
     async def get_model(name: str) -> Response:
+        """One model's card, or 404."""
         return JsonResponse(_card(desk.model_for(name)))
 
     @router.get("/metrics")
     async def metrics() -> Response:
+        """Metrics for Prometheus."""
         return Response(desk.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @router.get("/version")
     async def version() -> Response:
+        """The version of this build."""
         return JsonResponse({"version": __version__})
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
+        """Token ids of a text or of rendered messages."""
         body = parse(await read_body(request, desk.config.max_body_bytes), TokenizeBody)
         return JsonResponse(await _tokenize(desk, body))
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
         body = parse(await read_body(request, desk.config.max_body_bytes), DetokenizeBody)
         model = desk.model_for(body.model or "")
         skip = bool(body.skip_special_tokens)

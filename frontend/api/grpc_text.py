@@ -41,6 +41,7 @@ class TextServicer:
         self._desk = desk
 
     async def Generate(self, request: Any, context: Any) -> Any:
+        """Text for a prompt, in one message."""
         with self._ingress("Generate", context) as (ingress, metadata):
             wanted = convert.to_text_request(request, metadata)
             async with self._desk.generation(wanted, ingress) as generation:
@@ -58,6 +59,7 @@ class TextServicer:
         )
 
     async def GenerateStream(self, request: Any, context: Any) -> None:
+        """The same in pieces; the last message carries the usage."""
         with self._ingress("GenerateStream", context) as (ingress, metadata):
             wanted = convert.to_text_request(request, metadata)
             async with self._desk.generation(wanted, ingress) as generation:
@@ -71,6 +73,7 @@ class TextServicer:
             await context.write(pb.GenerateStreamResponse(**frame, **_totals(generation, context)))
 
     async def Chat(self, request: Any, context: Any) -> Any:
+        """An answer to messages, in one message."""
         with self._ingress("Chat", context) as (ingress, metadata):
             wanted = convert.to_chat_request(request, metadata)
             async with self._desk.generation(wanted, ingress) as generation:
@@ -82,6 +85,7 @@ class TextServicer:
         )
 
     async def ChatStream(self, request: Any, context: Any) -> None:
+        """The same in pieces; the last message carries the usage."""
         with self._ingress("ChatStream", context) as (ingress, metadata):
             wanted = convert.to_chat_request(request, metadata)
             async with self._desk.generation(wanted, ingress) as generation:
@@ -95,6 +99,7 @@ class TextServicer:
             await context.write(pb.ChatStreamResponse(**frame, **_totals(generation, context)))
 
     async def Tokenize(self, request: Any, context: Any) -> Any:
+        """Token ids of a text or of rendered messages."""
         model = self._desk.model_for(request.model)
         prompt: Any = request.text
         if request.WhichOneof("input") == "messages":
@@ -109,6 +114,7 @@ class TextServicer:
         return pb.TokenizeResponse(token_ids=token_ids, max_model_len=model.facts.max_model_len)
 
     async def Detokenize(self, request: Any, context: Any) -> Any:
+        """The text of token ids."""
         model = self._desk.model_for(request.model)
         text = await self._desk.detokenize(
             model, list(request.token_ids), skip_special_tokens=request.skip_special_tokens
@@ -116,21 +122,27 @@ class TextServicer:
         return pb.DetokenizeResponse(text=text)
 
     async def ListModels(self, request: Any, context: Any) -> Any:
+        """The one served model."""
         return pb.ListModelsResponse(models=[convert.model_card(self._desk.check_ready())])
 
     async def GetModel(self, request: Any, context: Any) -> Any:
+        """A model's card, or NOT_FOUND."""
         return pb.GetModelResponse(model=convert.model_card(self._desk.model_for(request.id)))
 
     async def Infill(self, request: Any, context: Any) -> NoReturn:
+        """Not served yet."""
         raise _unserved("Infill")
 
     async def Embed(self, request: Any, context: Any) -> NoReturn:
+        """Not served yet."""
         raise _unserved("Embed")
 
     async def Score(self, request: Any, context: Any) -> NoReturn:
+        """Not served yet."""
         raise _unserved("Score")
 
     async def Rerank(self, request: Any, context: Any) -> NoReturn:
+        """Not served yet."""
         raise _unserved("Rerank")
 
     @contextmanager

@@ -122,10 +122,12 @@ def to_plain(struct: Struct) -> dict[str, Any]:
 
 
 def usage_message(usage: Usage) -> engine_pb2.Usage:
+    """Usage on the wire."""
     return engine_pb2.Usage(**usage._asdict())
 
 
 def timings_message(timings: Timings) -> engine_pb2.Timings:
+    """Timings on the wire."""
     return engine_pb2.Timings(**timings._asdict())
 
 
@@ -139,6 +141,7 @@ def logprob_messages(entries: Sequence[TextLogprob]) -> list[text_pb2.TextLogpro
 
 
 def canvas_message(delta: TextDelta, model: ServedModel, text: str) -> text_pb2.CanvasEvent:
+    """The tentative state of a diffusion block."""
     canvas = delta.canvas
     assert canvas is not None, "a delta without a canvas"
     return text_pb2.CanvasEvent(
@@ -152,6 +155,7 @@ def canvas_message(delta: TextDelta, model: ServedModel, text: str) -> text_pb2.
 
 
 def model_card(model: ServedModel) -> text_pb2.ModelCard:
+    """The served model's card."""
     return text_pb2.ModelCard(
         id=model.name,
         created_unix_s=model.created,

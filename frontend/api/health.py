@@ -19,20 +19,24 @@ def health_routes(desk: FrontDesk) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
+        """Everything a person wants to know; 503 unless requests are taken."""
         status = 200 if desk.state == "ready" else 503
         return JsonResponse(_health(desk), status_code=status, headers=_retry_after(desk))
 
     @router.get("/health/ready")
     async def ready() -> Response:
+        """For readiness probes."""
         status = 200 if desk.state == "ready" else 503
         return JsonResponse({"status": desk.state}, status_code=status, headers=_retry_after(desk))
 
     @router.get("/health/live")
     async def live() -> Response:
+        """For liveness probes; 200 even while draining."""
         return JsonResponse({"status": "ok"})
 
     @router.get("/v1/health")
     async def v1_health() -> Response:
+        """The short form; an error while requests are not taken."""
         desk.check_ready()
         return JsonResponse({"status": "ok"})
 

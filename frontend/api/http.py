@@ -31,11 +31,15 @@ Result = TypeVar("Result")
 
 
 class BodyTooLarge(InvalidRequest):
+    """413: more bytes than the server takes."""
+
     http_status: ClassVar[int] = 413
     default_reason = "BODY_TOO_LARGE"
 
 
 class MethodNotAllowed(InvalidRequest):
+    """405: a known path, another verb."""
+
     http_status: ClassVar[int] = 405
     default_reason = "METHOD_NOT_ALLOWED"
 
@@ -46,6 +50,7 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
+        """JSON bytes."""
         return orjson.dumps(content)
 
 

@@ -84,6 +84,7 @@ def canvas_of(delta: TextDelta, model: ServedModel) -> dict[str, Any]:
 
 
 def canvas_text(delta: TextDelta, model: ServedModel) -> str:
+    """The text of a tentative block, token by token."""
     canvas, mask = delta.canvas, model.facts.mask_token_id
     assert canvas is not None, "a delta without a canvas"
     piece = model.tokenizer.piece

@@ -20,6 +20,8 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
+    """`stream_options`; only for streams."""
+
     include_usage: bool | None = None
     """Send one last chunk with the usage and no choices."""
     continuous_usage_stats: bool | None = None
@@ -29,6 +31,8 @@ class StreamOptions(Body):
 
 
 class DecodingBody(Body):
+    """`decoding`: a method of the engine and its knobs."""
+
     method: str | None = None
     params: dict[str, Any] | None = None
 
@@ -91,6 +95,8 @@ class CompletionBody(GenerationBody):
 
 
 class Message(Body):
+    """One message; what else it carries is passed to the template."""
+
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
 

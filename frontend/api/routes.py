@@ -36,6 +36,7 @@ def build_http(desk: FrontDesk) -> FastAPI:
 
     @app.post("/v1/chat/completions", openapi_extra=_documented(ChatBody))
     async def create_chat_completion(request: Request) -> Response:
+        """Answers a conversation, whole or as a stream of events."""
         body = parse(await read_body(request, desk.config.max_body_bytes), ChatBody)
         ingress = request.state.ingress
         if body.stream:
@@ -45,6 +46,7 @@ def build_http(desk: FrontDesk) -> FastAPI:
 
     @app.post("/v1/completions", openapi_extra=_documented(CompletionBody))
     async def create_completion(request: Request) -> Response:
+        """Completes prompts, whole or as a stream of events."""
         body = parse(await read_body(request, desk.config.max_body_bytes), CompletionBody)
         ingress = request.state.ingress
         if body.stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,8 @@ class Setup:
     max_queued_requests: int = 1000
     age_bound_s: float = 30.0
     prefix_caching: bool = True
+    overlaps: bool = False
+    """A step is launched before the one ahead of it is collected."""
 
 
 class ToyEngine:
@@ -77,7 +80,9 @@ class ToyEngine:
         limits = ExecutorLimits(
             setup.num_pages, setup.page_size, setup.max_rows, setup.max_model_len
         )
-        self.executor = ToyExecutor(model, self.strategies, limits, shifts=shifts)
+        self.executor = ToyExecutor(
+            model, self.strategies, limits, shifts=shifts, overlaps=setup.overlaps
+        )
         self.pages = PageManager(
             setup.num_pages, setup.page_size, prefix_caching=setup.prefix_caching
         )
@@ -96,6 +101,7 @@ class ToyEngine:
         self.results: dict[int, Result] = {}
         self.plans: list[StepPlan] = []
         self._output_seq = 0
+        self._flights: deque[tuple[StepPlan, Any]] = deque()
 
     def _admission(self, default_method: str) -> Admission:
         setup = self.setup
@@ -147,7 +153,7 @@ class ToyEngine:
         return key
 
     def step(self) -> bool:
-        """One turn; False when there was nothing to run."""
+        """One turn, in the loop's order; False when there was nothing to run."""
         self.now_ns += 1_000_000
         plan = self.scheduler.schedule()
         if plan is not None:
@@ -155,11 +161,13 @@ class ToyEngine:
             tokens = sum(span.num_tokens for span in plan.spans)
             assert tokens <= self.setup.token_budget
             assert sum(span.num_logits for span in plan.spans) <= self.setup.logit_budget
-            decisions = self.executor.collect(self.executor.launch(plan))
-            self.scheduler.apply(plan, decisions)
+            self._flights.append((plan, self.executor.launch(plan)))
+        if self._flights and (plan is None or len(self._flights) > self.setup.overlaps):
+            oldest, handle = self._flights.popleft()
+            self.scheduler.apply(oldest, self.executor.collect(handle))
         self.scheduler.check_integrity()
         self.collect_output()
-        return plan is not None
+        return plan is not None or bool(self._flights)
 
     def collect_output(self) -> None:
         """Files what the scheduler emitted under its requests."""
@@ -203,9 +211,10 @@ class ToyEngine:
         """Forces a running request out, as a shortage of pages would."""
         planner = self.scheduler._planner
         request = planner._running.get(key)
-        if request is not None:
-            planner._preempt(request)
-        return request is not None
+        if request is None or request.in_flight or request.ending:
+            return False
+        planner._preempt(request)
+        return True
 
     def abort(self, key: int, **fields: Any) -> None:
         """Asks the scheduler to end a request."""

@@ -32,6 +32,7 @@ def tight(rng: random.Random, page_size: int, block: int) -> Setup:
         token_budget=rng.choice([8, 13, 64]),
         logit_budget=rng.choice([8, 16, 64]),
         prefix_caching=rng.random() < 0.8,
+        overlaps=rng.random() < 0.5,
     )
 
 

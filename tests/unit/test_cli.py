@@ -60,7 +60,7 @@ def test_help_and_version_are_instant(argv: list[str]) -> None:
     assert min(seconds) < 1.0, seconds
 
 
-@pytest.mark.parametrize("verb", ["serve", "engine", "frontend", "generate", "chat"])
+@pytest.mark.parametrize("verb", ["serve", "engine", "frontend", "generate", "chat", "collect-env"])
 def test_help_of_a_verb_needs_no_torch(verb: str) -> None:
     done = tidemill(verb, "--help")
     assert done.returncode == 0, done.stderr

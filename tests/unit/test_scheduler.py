@@ -263,7 +263,7 @@ def test_the_youngest_of_the_lowest_priority_is_preempted_with_its_canvas() -> N
     assert desk.finishes[3].usage.preemptions >= 1
 
 
-def test_aborts_and_deadlines_wait_for_the_step_in_flight() -> None:
+def test_rows_and_pages_of_an_ended_request_wait_for_the_step_in_flight() -> None:
     desk = Desk()
     desk.submit(1, 8, 20)
     desk.submit(2, 8, 20, deadline_ns=desk.now + 5_000_000)
@@ -275,15 +275,18 @@ def test_aborts_and_deadlines_wait_for_the_step_in_flight() -> None:
     desk.scheduler.abort(Abort(1))
     desk.scheduler.abort(Abort(1, FinishReason.ERROR, detail="the first ending wins"))
     desk.now += 50_000_000
-    # A second step may be launched meanwhile, but not for rows that are in flight.
+    # A second step may be launched meanwhile, but not for requests that have ended.
     desk.submit(4, 4, 20)
     second = desk.scheduler.schedule()
     assert second is not None
-    assert not {s.row for s in plan.spans} & {s.row for s in second.spans}
+    rows = [span.row for span in plan.spans]
+    assert [span.row for span in second.spans] == [rows[2], 3]
     assert desk.pages.num_used == held + 1
-    assert desk.scheduler.emit() is None
+    desk.read(desk.scheduler.emit())
+    assert sorted(desk.finishes) == [1, 2]
     desk.scheduler.apply(plan, desk.decide(plan))
     assert desk.pages.num_used == (held + 1) - 2 * held // 3
+    desk.read(desk.scheduler.emit())
     desk.scheduler.apply(second, desk.decide(second))
     desk.read(desk.scheduler.emit())
     assert desk.finishes[1].reason == FinishReason.ABORTED

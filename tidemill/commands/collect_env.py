@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module, metadata
 
 import tidemill
@@ -33,8 +34,17 @@ _PACKAGES = (
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectEnvOptions:
+    """How to print."""
+
+    json: bool = False
+    """Print JSON."""
+
+
 def run(argv: Sequence[str]) -> int:
-    """Prints one section per question; `--json` prints them as JSON. Always returns 0."""
+    """Prints one section per question. Always returns 0."""
+    (how,) = options.parse([CollectEnvOptions], argv, prog="tidemill collect-env", environ={})
     questions: dict[str, Callable[[], object]] = {
         "tidemill": lambda: tidemill.__version__,
         "python": lambda: f"{sys.version} at {sys.executable}",
@@ -47,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
         "environment": _environment,
     }
     answers = {name: _answer(ask) for name, ask in questions.items()}
-    print(json.dumps(answers, indent=2) if "--json" in argv else _as_text(answers))
+    print(json.dumps(answers, indent=2) if how.json else _as_text(answers))
     return 0
 
 

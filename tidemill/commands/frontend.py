@@ -2,10 +2,15 @@
 
 from collections.abc import Sequence
 
-from frontend.__main__ import main
+from frontend.config import FrontendConfig
 from tidemill.commands.spellings import ours
+from tidemill.runtime import options
 
 
 def run(argv: Sequence[str]) -> int:
     """Serves until SIGTERM; returns the exit status."""
-    return main(ours(argv))
+    given = ours(argv)
+    options.parse([FrontendConfig], given, prog="tidemill frontend")  # --help before slow imports
+    from frontend.__main__ import main
+
+    return main(given)
