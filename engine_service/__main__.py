@@ -6,6 +6,7 @@ It does not know what the flags mean.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Sequence
 
@@ -13,10 +14,11 @@ import uvloop
 
 from engine_service.config import EngineConfig
 from engine_service.server.launch import EngineServer
-from engine_service.server.state import Snapshot
+from engine_service.server.state import SERVING, Snapshot
 from tidemill.runtime import log, options
 from tidemill.runtime.errors import ServiceError
 
+_COUNT = re.compile(r" \d+/\d+$")
 _LOG = logging.getLogger("tidemill.engine")
 
 
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _serve(config: EngineConfig) -> int:
     try:
-        server = await EngineServer.start(config, on_state=_log_state)
+        server = await EngineServer.start(config, on_state=StateLog())
     except ServiceError as error:
         _LOG.error("%s", error)
         return 1
@@ -37,8 +39,22 @@ async def _serve(config: EngineConfig) -> int:
     return await server.run()
 
 
-def _log_state(snapshot: Snapshot) -> None:
-    _LOG.info("%s: %s", snapshot.state.name.lower(), snapshot.detail)
+class StateLog:
+    """Logs what an operator would act on: stages of loading and changes of state, once each.
+
+    Counts of the same stage and the turns between READY and BUSY are for WatchState.
+    """
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, snapshot: Snapshot) -> None:
+        state = snapshot.state.name.lower()
+        is_serving = snapshot.state in SERVING
+        text = "ready" if is_serving else f"{state}: {_COUNT.sub('', snapshot.detail)}"
+        level = logging.DEBUG if text == self._last else logging.INFO
+        _LOG.log(level, "%s: %s", state, snapshot.detail)
+        self._last = text
 
 
 if __name__ == "__main__":

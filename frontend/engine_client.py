@@ -39,6 +39,7 @@ _SILENCE_S = 10.0
 """Load reports come every two seconds; five missed ones mean that the engine is gone."""
 _ANSWER_S = 10.0
 _FIRST_BACKOFF_S = 0.25
+"""An engine that is away or starting is asked this often: it costs little, and a client waits."""
 _LAST_BACKOFF_S = 5.0
 _RETRY_AFTER_MS = 1000
 
@@ -66,6 +67,7 @@ class EngineClient:
         self.instance_id = ""
         self.load = Load()
         self.last_error = f"no connection to the engine at {address} yet"
+        self._last_reason = ""
 
     def start(self) -> None:
         """Begins connecting in the background. Call in the running loop, once."""
@@ -175,16 +177,17 @@ class EngineClient:
             except Exception as bug:  # a bug must not leave the frontend without its session
                 _LOG.exception("the session with the engine failed")
                 error = InternalError(f"{type(bug).__name__}: {bug}")
-            backoff = _FIRST_BACKOFF_S if self._ready.is_set() else backoff
+            if self._ready.is_set() or isinstance(error, Unavailable):
+                backoff = _FIRST_BACKOFF_S
             self._lose(error)
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _LAST_BACKOFF_S)
 
     def _lose(self, error: ServiceError) -> None:
         """Every live request ends; nothing is resubmitted here."""
-        if self._ready.is_set() or error.message != self.last_error:
+        if self._ready.is_set() or error.reason != self._last_reason:
             _LOG.warning("no session with the engine: %s", error.message)
-        self.last_error = error.message
+        self.last_error, self._last_reason = error.message, error.reason
         self._ready.clear()
         self._outbox = asyncio.Queue()
         slots, self._slots = self._slots, {}

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from pathlib import Path
 from typing import Any, cast
+
+# A frontend has no torch on purpose; transformers would advise to install it.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 import jinja2
 import jinja2.meta

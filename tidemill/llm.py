@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -14,12 +15,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from engine_service.config import EngineConfig
+from engine_service.core.loop import CoreLoop
 from engine_service.core.messages import Abort, FinishReason
 from engine_service.rank import compose
 from frontend.request import Chat
 from frontend.template import load_template
 from frontend.tokenizer import TextTokenizer
-from tidemill.offline import Pending, TextPrompt, to_submits
+from tidemill.offline import Mailbox, Pending, TextPrompt, to_submits
 from tidemill.outputs import RequestOutput
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 from tidemill.sampling_params import SamplingParams
@@ -50,7 +52,15 @@ class LLM:
         self.config = EngineConfig(model=model, **{"max_queued_requests": sys.maxsize, **config})
         engine = compose(self.config, _silent)
         self.facts = engine.facts
-        self._scheduler, self._executor = engine.scheduler, engine.executor
+        self._scheduler = engine.scheduler
+        self._mail = Mailbox()
+        self._loop = CoreLoop(
+            inbox=self._mail,
+            outbox=self._mail,
+            scheduler=engine.scheduler,
+            executor=engine.executor,
+            heartbeat_s=math.inf,
+        )
         self._tokenizer: TextTokenizer | None = None
         if not skip_tokenizer_init:
             if not self.facts.tokenizer_dir:
@@ -132,22 +142,18 @@ class LLM:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """One turn: schedule, launch, collect, apply, emit. Returns what finished in it.
+        """One turn of the core loop. Returns what finished in it.
 
-        `get_output` returns the same objects later, once each.
+        `get_output` returns the same values later, once each.
         """
-        plan = self._scheduler.schedule()
-        if plan is not None:
-            handle = self._executor.launch(plan)
-            self._scheduler.apply(plan, self._executor.collect(handle))
-        output = self._scheduler.emit()
-        if output is None:
-            return []
-        for key, count, stop_string in Pending.take(output, self._live):
-            self._scheduler.abort(Abort(key, FinishReason.STOP_STRING, count, stop_string))
-        ended = [self._live.pop(output.keys[row], None) for row, _ in output.finished]
-        owners = [owner[0] for owner in ended if owner is not None]
-        return [pending.output for pending in owners if pending.is_finished]
+        self._loop.turn()
+        finished: list[Pending] = []
+        for output in self._mail.take():
+            for key, count, stop_string in Pending.take(output, self._live):
+                self._scheduler.abort(Abort(key, FinishReason.STOP_STRING, count, stop_string))
+            ended = [self._live.pop(output.keys[row], None) for row, _ in output.finished]
+            finished += [owner[0] for owner in ended if owner is not None]
+        return [pending.output for pending in finished if pending.is_finished]
 
     def get_output(self, request_id: str) -> RequestOutput | None:
         """The request's output, once, when it has finished; else None. Unknown ids raise."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import struct
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine_service.core.messages import Finish, FinishReason, StepOutput, Submit
+from engine_service.core.messages import Command, Event, Finish, FinishReason, StepOutput, Submit
 from engine_service.core.params import DecodingChoice
 from engine_service.core.params import SamplingParams as CoreSampling
 from engine_service.core.step import TokenLogprobs
@@ -79,6 +79,26 @@ class _Sequence:
         checked = self.stops.feed(tail)
         self.matched = checked.matched
         self.text += checked.text + ("" if checked.matched else self.stops.flush())
+
+
+class Mailbox:
+    """The ends of a core loop that runs in its caller's thread: no commands, events kept."""
+
+    def __init__(self) -> None:
+        self._outputs: list[StepOutput] = []
+
+    def receive(self, timeout_s: float) -> list[Command]:
+        """Never anything: the caller submits to the scheduler itself, and hears its errors."""
+        return []
+
+    def send(self, batch: Sequence[Event]) -> None:
+        """Keeps outputs; a Fatal is followed by the exception itself."""
+        self._outputs += [event for event in batch if isinstance(event, StepOutput)]
+
+    def take(self) -> list[StepOutput]:
+        """Everything since the last call."""
+        taken, self._outputs = self._outputs, []
+        return taken
 
 
 class Pending:
@@ -160,10 +180,12 @@ class Pending:
         )
 
     def _sequence(self) -> _Sequence:
-        params, tokenizer = self.params, self._tokenizer
+        params, detokenizer = self.params, None
+        if self._tokenizer is not None:
+            skip = params.skip_special_tokens
+            detokenizer = self._tokenizer.detokenizer(skip_special_tokens=skip)
         return _Sequence(
-            detokenizer=tokenizer
-            and tokenizer.detokenizer(skip_special_tokens=params.skip_special_tokens),
+            detokenizer=detokenizer,
             stops=StopChecker(params.stop_strings, include=params.include_stop_str_in_output)
             if params.stop_strings
             else None,

@@ -51,7 +51,7 @@ def admin_routes(desk: FrontDesk) -> APIRouter:
         """The text of token ids."""
         body = parse(await read_body(request, desk.config.max_body_bytes), DetokenizeBody)
         model = desk.model_for(body.model or "")
-        skip = bool(body.skip_special_tokens)
+        skip = body.skip_special_tokens is not False
         text = await desk.detokenize(model, body.tokens, skip_special_tokens=skip)
         return JsonResponse({"prompt": text})
 

@@ -116,8 +116,9 @@ class TextServicer:
     async def Detokenize(self, request: Any, context: Any) -> Any:
         """The text of token ids."""
         model = self._desk.model_for(request.model)
+        skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
         text = await self._desk.detokenize(
-            model, list(request.token_ids), skip_special_tokens=request.skip_special_tokens
+            model, list(request.token_ids), skip_special_tokens=skip
         )
         return pb.DetokenizeResponse(text=text)
 

@@ -127,7 +127,8 @@ def _transformers(
 
     folder = fetch_checkpoint(llm.config, lambda *_: None).folder
     dtype = getattr(torch, llm.facts.dtype)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(llm.facts.device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model.eval().to(llm.facts.device)
     input_ids = torch.tensor(prompts, device=llm.facts.device)
     kwargs = {
         "max_new_tokens": options.output_len,

@@ -58,8 +58,9 @@ def channel_options(max_message_bytes: int) -> Options:
     return [
         *_common_options(max_message_bytes),
         ("grpc.enable_retries", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 500),
-        ("grpc.max_reconnect_backoff_ms", 5_000),
+        ("grpc.max_reconnect_backoff_ms", 300),
     ]
 
 
