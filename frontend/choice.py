@@ -12,7 +12,7 @@ from typing import NamedTuple
 from frontend.messages import Canvas, Delta, Finish, FinishReason, Timings, TokenLogprobs, Usage
 from frontend.request import Options
 from frontend.stopping import StopChecker
-from frontend.tokenizer import TextTokenizer
+from frontend.tokenizer import Vocabulary
 
 _REASONS = {
     FinishReason.STOP_TOKEN: "stop",
@@ -61,7 +61,7 @@ class Choice:
     """State of one sequence. `matched` is the stop string that ended its text, if one did."""
 
     def __init__(
-        self, index: int, prompt: PromptView, tokenizer: TextTokenizer, options: Options
+        self, index: int, prompt: PromptView, tokenizer: Vocabulary, options: Options
     ) -> None:
         self.index = index
         self.prompt = prompt

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -32,6 +32,14 @@ _SHORT_CHARS = 2000
 """Texts up to this length are encoded in place, in at most 0.5 ms: a busy event loop makes a
 thread wait 5 ms for the interpreter lock, several times (256 streams opened at once on two cores:
 3.0 s to the last first token through threads, 0.5 s in place)."""
+
+
+class Vocabulary(Protocol):
+    """What reading tokens takes: as a running text, and one by one."""
+
+    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer: ...
+
+    def piece(self, token_id: int) -> Piece: ...
 
 
 class EncodePool:
@@ -74,7 +82,11 @@ class TextTokenizer:
         self.chat_template = _chat_template(folder, settings)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special)
-        self._pieces = self._byte_pieces()
+        layout = json.loads(self._tokenizer.to_str())
+        self._pieces = self._byte_pieces(layout["decoder"])
+        swallow_spaces = any(token.lstrip or token.rstrip for token in added.values())
+        pieces = None if swallow_spaces else self._pieces
+        self._most_chars = _most_chars_per_token(pieces, layout["normalizer"])
         self._visible = self._pieces and [
             b"" if i in self._special else piece for i, piece in enumerate(self._pieces)
         ]
@@ -86,6 +98,10 @@ class TextTokenizer:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as failure:
             raise InvalidRequest(f"the text is not valid Unicode: {failure}") from failure
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of the tokens of `text` without encoding it, which takes 1 s per MB."""
+        return len(text) // self._most_chars if self._most_chars else 0
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The whole sequence's text; ids without a token decode to nothing."""
@@ -118,10 +134,9 @@ class TextTokenizer:
         text = around[len(alone) :]
         return Piece(text, text.encode())
 
-    def _byte_pieces(self) -> list[bytes] | None:
+    def _byte_pieces(self, decoder: dict[str, Any] | None) -> list[bytes] | None:
         """Bytes of each token of a byte-level vocabulary; None for other vocabularies."""
-        decoder = json.loads(self._tokenizer.to_str())["decoder"] or {}
-        if decoder.get("type") != "ByteLevel":
+        if decoder is None or decoder.get("type") != "ByteLevel":
             return None
         byte_of = _byte_alphabet()
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -133,6 +148,20 @@ class TextTokenizer:
             except KeyError:  # an added token with characters outside the alphabet stands as it is
                 pieces[token_id] = name.encode()
         return pieces
+
+
+def _most_chars_per_token(
+    pieces: list[bytes] | None, normalizer: dict[str, Any] | None
+) -> int | None:
+    """Most characters of a text that one token can stand for; None where nobody knows.
+
+    A byte-level token has at least one byte per character; NFC makes at most 4 characters one.
+    """
+    kind = None if normalizer is None else normalizer.get("type")
+    shrinks = {None: 1, "NFC": 4}.get(kind)
+    if not pieces or shrinks is None:
+        return None
+    return shrinks * max(1, *map(len, pieces))
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -21,7 +21,7 @@ from engine_service.rank import compose
 from frontend.request import Chat
 from frontend.template import load_template
 from frontend.tokenizer import TextTokenizer
-from tidemill.offline import Mailbox, Pending, TextPrompt, to_submits
+from tidemill.offline import Mailbox, NoText, Pending, TextPrompt, to_submits
 from tidemill.outputs import RequestOutput
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 from tidemill.sampling_params import SamplingParams
@@ -128,7 +128,7 @@ class LLM:
         """
         params = sampling_params or SamplingParams()
         request_id = f"offline-{next(self._ids)}"
-        pending = Pending(request_id, self._read(prompt), params, self._tokenizer)
+        pending = Pending(request_id, self._read(prompt), params, self._tokenizer or NoText())
         keys: list[int] = []
         try:
             for index, submit in enumerate(to_submits(pending, self._keys)):

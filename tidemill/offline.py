@@ -1,84 +1,47 @@
 """Bookkeeping of `tidemill.LLM`: one prompt with its sequences, from submission to output.
 
-It does not know the scheduler: it makes Submit messages and reads StepOutput columns.
+Texts come from the frontend's Choice, so that offline and served requests read the same. It does
+not know the scheduler: it makes Submit messages and reads StepOutput columns.
 """
 
 from __future__ import annotations
 
 import struct
-import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from engine_service.core.messages import Command, Event, Finish, FinishReason, StepOutput, Submit
+from engine_service.core.messages import Command, Event, StepOutput, Submit
+from engine_service.core.messages import Finish as CoreFinish
 from engine_service.core.params import DecodingChoice
 from engine_service.core.params import SamplingParams as CoreSampling
-from engine_service.core.step import TokenLogprobs
-from frontend.detokenizer import Detokenizer
-from frontend.stopping import StopChecker
-from frontend.tokenizer import TextTokenizer
+from frontend.choice import Choice, PromptView, TextDelta, TextLogprob
+from frontend.messages import Delta, Finish, FinishReason, Timings, TokenLogprobs, Usage
+from frontend.request import Options, Sampling
+from frontend.tokenizer import Piece, Vocabulary
 from tidemill.outputs import CompletionOutput, Logprob, RequestOutput, RequestUsage
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.sampling_params import SamplingParams
 
-_REASONS = {
-    FinishReason.STOP_TOKEN: "stop",
-    FinishReason.STOP_SEQUENCE: "stop",
-    FinishReason.STOP_STRING: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.ABORTED: "abort",
-    FinishReason.DEADLINE: "abort",
-    FinishReason.ERROR: "error",
-}
+
+class NoText:
+    """The vocabulary of an LLM without a tokenizer: every token reads as nothing."""
+
+    def detokenizer(self, *, skip_special_tokens: bool) -> NoText:
+        return self
+
+    def piece(self, token_id: int) -> Piece:
+        return Piece("", b"")
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
 
 
 class TextPrompt(NamedTuple):
     text: str | None
     token_ids: list[int]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Sequence:
-    """One choice while it runs. `matched` is the stop string that ended its text."""
-
-    detokenizer: Detokenizer | None
-    stops: StopChecker | None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    text: str = ""
-    matched: str | None = None
-    finish: Finish | None = None
-
-    def feed(self, token_ids: list[int]) -> bool:
-        """Takes new tokens; True when a stop string just became complete.
-
-        Tokens behind the one that completes a stop string are dropped.
-        """
-        if self.stops is None or self.detokenizer is None:
-            self.token_ids += token_ids
-            self.text += self.detokenizer.feed(token_ids) if self.detokenizer else ""
-            return False
-        for token_id in token_ids:
-            if self.matched is not None:
-                return True
-            self.token_ids.append(token_id)
-            checked = self.stops.feed(self.detokenizer.feed([token_id]))
-            self.text += checked.text
-            self.matched = checked.matched
-        return self.matched is not None
-
-    def close(self, finish: Finish) -> None:
-        self.finish = finish
-        if self.detokenizer is None or self.matched is not None:
-            return
-        tail = self.detokenizer.flush()
-        if self.stops is None:
-            self.text += tail
-            return
-        checked = self.stops.feed(tail)
-        self.matched = checked.matched
-        self.text += checked.text + ("" if checked.matched else self.stops.flush())
 
 
 class Mailbox:
@@ -101,6 +64,26 @@ class Mailbox:
         return taken
 
 
+class _Line:
+    """One sequence: its Choice, and everything that it has shown."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+        self.shown = TextDelta(choice.index)
+
+    def feed(self, delta: Delta) -> bool:
+        """True when a stop string became complete just now."""
+        was_open = self.choice.matched is None
+        new = self.choice.feed(delta)
+        if new is not None:
+            self.shown.text += new.text
+            self.shown.token_ids += new.token_ids
+            self.shown.logprobs += new.logprobs
+            self.shown.finish_reason = new.finish_reason
+            self.shown.stop_reason = new.stop_reason
+        return was_open and self.choice.matched is not None
+
+
 class Pending:
     """One prompt and its `n` sequences."""
 
@@ -109,11 +92,11 @@ class Pending:
         request_id: str,
         prompt: TextPrompt,
         params: SamplingParams,
-        tokenizer: TextTokenizer | None,
+        vocabulary: Vocabulary,
     ) -> None:
         if params.n < 1:
             raise InvalidRequest(f"n is {params.n}; it must be at least 1", param="n")
-        if params.stop_strings and tokenizer is None:
+        if params.stop_strings and isinstance(vocabulary, NoText):
             raise InvalidRequest(
                 "stop strings need a tokenizer: use stop_token_ids, or an LLM without "
                 "skip_tokenizer_init",
@@ -122,13 +105,13 @@ class Pending:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
-        self._tokenizer = tokenizer
-        self._prompt_logprobs: list[TokenLogprobs] = []
-        self._sequences = [self._sequence() for _ in range(params.n)]
+        view, options = PromptView(prompt.token_ids, prompt.text or ""), _options(params)
+        choices = (Choice(index, view, vocabulary, options) for index in range(params.n))
+        self._lines = [_Line(choice) for choice in choices]
 
     @property
     def is_finished(self) -> bool:
-        return all(sequence.finish is not None for sequence in self._sequences)
+        return all(line.choice.finish is not None for line in self._lines)
 
     @staticmethod
     def take(
@@ -140,90 +123,57 @@ class Pending:
         Rows of keys that nobody waits for any more are skipped.
         """
         token_ids = struct.unpack(f"<{len(output.token_ids) // 4}I", output.token_ids)
-        owners = [live.get(key) for key in output.keys]
-        for row, _, entries in output.prompt_logprobs:
-            owner = owners[row]
-            if owner is not None and owner[1] == 0:
-                owner[0]._prompt_logprobs += entries
         logprobs, finished = dict(output.logprobs), dict(output.finished)
+        scores = {row: entries for row, _, entries in output.prompt_logprobs}
         start = 0
-        for row, (owner, count) in enumerate(zip(owners, output.counts, strict=True)):
+        for row, (key, count) in enumerate(zip(output.keys, output.counts, strict=True)):
             run, start = list(token_ids[start : start + count]), start + count
-            if owner is None:
+            if key not in live:
                 continue
-            sequence = owner[0]._sequences[owner[1]]
-            sequence.logprobs += logprobs.get(row, [])
-            if sequence.matched is None and sequence.feed(run):
-                yield output.keys[row], len(sequence.token_ids), sequence.matched or ""
-            if row in finished:
-                sequence.close(finished[row])
+            pending, index = live[key]
+            line = pending._lines[index]
+            delta = Delta(index, token_ids=run)
+            delta.logprobs += [TokenLogprobs(*entry) for entry in logprobs.get(row, []) if entry]
+            delta.prompt_logprobs += [TokenLogprobs(*entry) for entry in scores.get(row, [])]
+            delta.finish = _finish(finished[row]) if row in finished else None
+            if line.feed(delta) and delta.finish is None:
+                yield key, line.choice.num_tokens, line.choice.matched or ""
 
     @property
     def output(self) -> RequestOutput:
         """The finished request."""
-        finishes = [s.finish for s in self._sequences if s.finish is not None]
-        usages = [finish.usage for finish in finishes]
+        usages = [line.choice.usage for line in self._lines]
+        prompt_logprobs = None
+        if self.params.prompt_logprobs is not None:
+            prompt_logprobs = [_table(entry) for entry in self._lines[0].choice.prompt_logprobs]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=self.prompt.token_ids,
-            prompt_logprobs=self._prompt_tables(),
-            outputs=[self._completion(i, s) for i, s in enumerate(self._sequences)],
+            prompt_logprobs=prompt_logprobs,
+            outputs=[self._completion(line) for line in self._lines],
             usage=RequestUsage(
                 prompt_tokens=usages[0].prompt_tokens,
                 cached_tokens=sum(usage.cached_tokens for usage in usages),
-                output_tokens=sum(len(s.token_ids) for s in self._sequences),
+                output_tokens=sum(line.choice.num_tokens for line in self._lines),
                 forward_passes=sum(usage.forward_passes for usage in usages),
                 denoise_steps=sum(usage.denoise_steps for usage in usages),
                 preemptions=sum(usage.preemptions for usage in usages),
             ),
         )
 
-    def _sequence(self) -> _Sequence:
-        params, detokenizer = self.params, None
-        if self._tokenizer is not None:
-            skip = params.skip_special_tokens
-            detokenizer = self._tokenizer.detokenizer(skip_special_tokens=skip)
-        return _Sequence(
-            detokenizer=detokenizer,
-            stops=StopChecker(params.stop_strings, include=params.include_stop_str_in_output)
-            if params.stop_strings
-            else None,
-        )
-
-    def _completion(self, index: int, sequence: _Sequence) -> CompletionOutput:
-        assert sequence.finish is not None, f"{self.request_id} has not finished"
-        finish, wants = sequence.finish, self.params.logprobs is not None
-        entries = [entry for entry in sequence.logprobs[: len(sequence.token_ids)] if entry]
-        is_match = sequence.matched is not None
+    def _completion(self, line: _Line) -> CompletionOutput:
+        shown = line.shown
+        wants = self.params.logprobs is not None
         return CompletionOutput(
-            index=index,
-            text=sequence.text,
-            token_ids=sequence.token_ids,
-            finish_reason="stop" if is_match else _REASONS[finish.reason],
-            stop_reason=sequence.matched or self._stop_reason(finish),
-            logprobs=[self._table(entry) for entry in entries] if wants else None,
-            cumulative_logprob=sum(e.logprobs[0] for e in entries) if wants else None,
+            index=shown.index,
+            text=shown.text,
+            token_ids=shown.token_ids,
+            finish_reason=shown.finish_reason,
+            stop_reason=shown.stop_reason,
+            logprobs=[_table(entry) or {} for entry in shown.logprobs] if wants else None,
+            cumulative_logprob=sum(e.logprob or 0.0 for e in shown.logprobs) if wants else None,
         )
-
-    def _stop_reason(self, finish: Finish) -> int | None:
-        """The token that stopped the text, if the request itself had named it."""
-        named = finish.stop_token_id in self.params.stop_token_ids
-        return finish.stop_token_id if named else None
-
-    def _prompt_tables(self) -> list[dict[int, Logprob] | None] | None:
-        if self.params.prompt_logprobs is None:
-            return None
-        return [None, *(self._table(entry) for entry in self._prompt_logprobs)]
-
-    def _table(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """The chosen token first; alternatives carry their place in the ranking."""
-        ranks = [entry.rank, *range(1, len(entry.token_ids))]
-        table: dict[int, Logprob] = {}
-        for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
-            piece = self._tokenizer.piece(token_id).text if self._tokenizer else ""
-            table.setdefault(token_id, Logprob(logprob, rank, piece))
-        return table
 
 
 def to_submits(pending: Pending, keys: Iterator[int]) -> Iterator[Submit]:
@@ -238,12 +188,42 @@ def to_submits(pending: Pending, keys: Iterator[int]) -> Iterator[Submit]:
     for choice in range(params.n):
         yield Submit(
             key=next(keys),
-            request_id=f"{pending.request_id}-{choice}-{uuid.uuid4().hex[:8]}",
+            request_id=f"{pending.request_id}-{choice}",
             prompt=packed,
             sampling=_core_sampling(params),
             decoding=DecodingChoice(method=params.method, params=params.method_params),
             choice=choice,
         )
+
+
+def _finish(finish: CoreFinish) -> Finish:
+    usage, timings = Usage(*finish.usage), Timings(*finish.timings)
+    reason = FinishReason(finish.reason)
+    return Finish(reason, finish.stop_token_id, finish.detail, usage, timings)
+
+
+def _table(entry: TextLogprob) -> dict[int, Logprob] | None:
+    """The token itself first, then the alternatives; None for a token without log-probability."""
+    if entry.logprob is None:
+        return None
+    table = {entry.token_id: Logprob(entry.logprob, entry.rank, entry.token)}
+    for other in entry.top:
+        if other.logprob is not None:
+            table.setdefault(other.token_id, Logprob(other.logprob, other.rank, other.token))
+    return table
+
+
+def _options(params: SamplingParams) -> Options:
+    """What Choice needs to know: how texts end and what they show."""
+    return Options(
+        sampling=Sampling(max_tokens=params.max_tokens, min_tokens=params.min_tokens),
+        stop=params.stop_strings,
+        stop_token_ids=tuple(params.stop_token_ids),
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+    )
 
 
 def _core_sampling(params: SamplingParams) -> CoreSampling:

@@ -86,6 +86,22 @@ def test_stop_string_is_cut_and_ends_the_request(demo: LLM) -> None:
     assert not demo.has_unfinished_requests
 
 
+def test_min_tokens_protects_from_stop_strings(demo: LLM) -> None:
+    chat = [{"role": "user", "content": "count: 3 n=6"}]
+    params = SamplingParams(temperature=0.0, max_tokens=24, stop=" 4", min_tokens=5)
+    text = demo.chat(chat, params, use_tqdm=False)[0].outputs[0].text
+    assert text.startswith("3 4 5")
+
+
+def test_tokens_that_end_a_text_are_not_part_of_it(demo: LLM) -> None:
+    chat = [{"role": "user", "content": "count: 3 n=6"}]
+    params = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=[ord("5")])
+    ended = demo.chat(chat, params, use_tqdm=False)[0].outputs[0]
+    assert (ended.text, ended.stop_reason, ended.token_ids[-1]) == ("3 4 ", ord("5"), ord("5"))
+    shown = SamplingParams(temperature=0.0, max_tokens=24, skip_special_tokens=False)
+    assert demo.chat(chat, shown, use_tqdm=False)[0].outputs[0].text == "3 4 5 6 7 8"
+
+
 def test_logprobs_are_those_of_the_chosen_tokens(demo: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=3, prompt_logprobs=0)
     (output,) = demo.generate("add: 1+2 =", params, use_tqdm=False)
