@@ -39,8 +39,8 @@ check: setup ## style, types and the rules of the house
 test: check ## check, then every test that is neither slow nor needs a GPU
 	$(PYTEST) -n 2 -m "not slow and not gpu" --ignore=tests/arch tests
 
-test-slow: setup ## soaks and real-client environments
-	$(PYTEST) -m "slow and not gpu" --timeout=1200 tests
+test-slow: setup ## soaks, the promised figures and the wheel, one test after the other
+	$(PYTEST) -m "slow and not gpu" --timeout=600 tests
 
 test-gpu: setup ## tests that need a CUDA device
 	$(PYTEST) -m gpu --timeout=600 tests

@@ -258,6 +258,10 @@ def _serve(pipe: BlockingPipe) -> int:
     except ServiceError as error:
         pipe.send([Fatal(error.message)])
         return 1
+    except ModuleNotFoundError as missing:
+        _LOG.error("start-up needs %s", missing.name)
+        pipe.send([Fatal(f"{missing.name} is not installed: pip install 'tidemill[engine]'")])
+        return 1
     except Exception as bug:
         _LOG.exception("start-up failed")
         pipe.send([Fatal(f"start-up failed: {type(bug).__name__}: {bug}")])

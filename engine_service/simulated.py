@@ -26,6 +26,8 @@ class _Row(NamedTuple):
     prompt: list[int]
     logprobs: int | None
     prompt_logprobs: int | None
+    is_plain: bool
+    """Nobody asks for log-probabilities."""
 
 
 class Flight(NamedTuple):
@@ -50,6 +52,7 @@ class SimulatedExecutor:
         self._never = never
         self._rows: dict[int, _Row] = {}
         self._busy_until = 0.0
+        self._one_final = [True]
 
     def launch(self, plan: StepPlan) -> Flight:
         """Returns at once."""
@@ -74,9 +77,11 @@ class SimulatedExecutor:
 
     def _decide(self, span: Span) -> Decision | None:
         number, _, _, _, _, first, last, score_start, score_stop = span
+        row = self._rows[number]
+        if last - first == 1 and row.is_plain:
+            return Decision([self.token(row.seed, first)], self._one_final)
         if first == last and score_start == score_stop:
             return None
-        row = self._rows[number]
         tokens = [self.token(row.seed, position) for position in range(first, last)]
         logprobs: list[TokenLogprobs | None] | None = None
         if row.logprobs is not None:
@@ -103,4 +108,5 @@ def _row(new: NewRow) -> _Row:
         prompt=prompt if sampling.prompt_logprobs is not None else [],
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
+        is_plain=sampling.logprobs is None and sampling.prompt_logprobs is None,
     )

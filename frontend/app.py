@@ -18,6 +18,7 @@ from frontend.config import FrontendConfig
 from frontend.desk import FrontDesk
 from tidemill.runtime.errors import FailedPrecondition
 from tidemill.runtime.health import Health
+from tidemill.runtime.parsing import MalformedRequests
 from tidemill.runtime.rpc import bind, server_options
 from tidemill.runtime.telemetry import Tracer
 
@@ -34,7 +35,9 @@ class FrontendServer:
         self._config = config
         self.desk = FrontDesk(config, Tracer("tidemill-frontend", config.otlp_endpoint))
         self._health = Health(("", "liveness", "readiness", SERVICE))
-        self._grpc = grpc.aio.server(options=server_options(config.max_message_bytes))
+        self._grpc = grpc.aio.server(
+            interceptors=(MalformedRequests(),), options=server_options(config.max_message_bytes)
+        )
         self._http = _Uvicorn(
             uvicorn.Config(
                 build_http(self.desk),
@@ -91,7 +94,7 @@ class FrontendServer:
         """Not ready any more; running requests finish, at most within `drain_timeout_s`."""
         _LOG.info("draining", extra={"requests": self.desk.num_live})
         for name in ("", "readiness", SERVICE):
-            self._health.set(name, False)
+            self._health.tell(name, False)
         await self.desk.drain()
 
     async def stop(self) -> None:
@@ -107,8 +110,8 @@ class FrontendServer:
     async def _open(self, listener: socket.socket) -> None:
         config = self._config
         add_text_service(self.desk, self._grpc)
-        self._health.register(self._grpc, reflection=(SERVICE,) if config.reflection else ())
-        self._health.set("liveness", True)
+        await self._health.register(self._grpc, reflection=(SERVICE,) if config.reflection else ())
+        self._health.tell("liveness", True)
         self.grpc_port = bind(self._grpc, config.host, config.grpc_port, flag="--grpc-port")
         self.http_port = listener.getsockname()[1]
         await self._grpc.start()
@@ -135,7 +138,7 @@ class FrontendServer:
             state = self.desk.state
             if state != last:
                 for name in ("", "readiness", SERVICE):
-                    self._health.set(name, state == "ready")
+                    self._health.tell(name, state == "ready")
                 _LOG.info("state: %s", state)
                 last = state
             await asyncio.sleep(_PROBE_S)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from frontend.messages import Canvas, Delta, Finish, FinishReason, Timings, TokenLogprobs, Usage
-from frontend.request import Options
+from frontend.request import Options, TextRequest
 from frontend.stopping import StopChecker
 from frontend.tokenizer import Vocabulary
 
@@ -26,7 +26,10 @@ _REASONS = {
 
 
 class TextLogprob(NamedTuple):
-    """A token with its log-probability (None where there is none: the first of a prompt)."""
+    """A token with its log-probability (None where there is none: the first of a prompt).
+
+    `offset` counts the characters, from the prompt's start, that are complete before this token.
+    """
 
     token_id: int
     token: str
@@ -34,6 +37,7 @@ class TextLogprob(NamedTuple):
     logprob: float | None
     rank: int
     top: tuple[TextLogprob, ...] = ()
+    offset: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -71,9 +75,15 @@ class Choice:
         self.timings = Timings()
         self.finish: Finish | None = None
         self.prompt_logprobs: list[TextLogprob] = []
+        if options.prompt_logprobs is not None or (options.echo and options.logprobs is not None):
+            self.prompt_logprobs += [
+                TextLogprob(first, *tokenizer.piece(first), None, 0)
+                for first in prompt.token_ids[:1]
+            ]
         self._tokenizer = tokenizer
         self._options = options
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens=options.skip_special_tokens)
+        self._num_chars = len(prompt.text)
         self._stops: StopChecker | None = None
         if options.stop:
             include = options.include_stop_str_in_output
@@ -105,28 +115,36 @@ class Choice:
             and not self._options.include_stop_str_in_output
         ):
             visible = token_ids[:-1]  # the token that ended the sequence is counted, not shown
-        if self._stops is None:
+        offsets: list[int] = []
+        if self._stops is None and self._options.logprobs is None:
             shown.text = self._detokenizer.feed(visible)
             num_consumed = len(token_ids)
         else:
-            shown.text, num_consumed = self._until_stop(self._stops, visible)
-            num_consumed = len(token_ids) if self.matched is None else num_consumed
+            shown.text, offsets = self._feed_singly(visible)
+            num_consumed = len(token_ids) if self.matched is None else len(offsets)
         shown.token_ids = token_ids[:num_consumed]
         self.num_tokens += num_consumed
         if self._options.logprobs is not None:
-            pairs = zip(shown.token_ids, delta.logprobs, strict=False)
-            shown.logprobs = [self._to_text(token_id, entry) for token_id, entry in pairs]
+            offsets += [self._num_chars] * (num_consumed - len(offsets))
+            rows = zip(shown.token_ids, delta.logprobs, offsets, strict=False)
+            shown.logprobs = [self._to_text(*row) for row in rows]
 
-    def _until_stop(self, stops: StopChecker, token_ids: list[int]) -> tuple[str, int]:
-        """Text up to a stop string, and the number of tokens it took; sets `matched`.
+    def _feed_singly(self, token_ids: list[int]) -> tuple[str, list[int]]:
+        """Text up to a stop string, and where the text of each of its tokens begins; sets
+        `matched`.
 
         One token at a time, because the text ends inside a delta of several tokens. The first
         `min_tokens` tokens cannot contain a stop string.
         """
-        min_tokens = self._options.sampling.min_tokens or 0
-        texts = []
+        stops, min_tokens = self._stops, self._options.sampling.min_tokens or 0
+        texts, offsets = [], []
         for num_fed, token_id in enumerate(token_ids, start=1):
+            offsets.append(self._num_chars)
             text = self._detokenizer.feed((token_id,))
+            self._num_chars += len(text)
+            if stops is None:
+                texts.append(text)
+                continue
             if self.num_tokens + num_fed <= min_tokens:
                 texts.append(stops.skip(text))
                 continue
@@ -134,8 +152,8 @@ class Choice:
             texts.append(checked.text)
             if checked.matched is not None:
                 self.matched = checked.matched
-                return "".join(texts), num_fed
-        return "".join(texts), len(token_ids)
+                break
+        return "".join(texts), offsets
 
     def _add_finish(self, finish: Finish, shown: TextDelta) -> None:
         self.finish, self.usage, self.timings = finish, finish.usage, finish.timings
@@ -160,17 +178,29 @@ class Choice:
         self._owes_echo = False
         shown.text = self.prompt.text + shown.text
         if self._options.logprobs is not None:
-            shown.logprobs = self.prompt_logprobs + shown.logprobs
+            shown.logprobs = self._placed(self.prompt_logprobs) + shown.logprobs
+
+    def _placed(self, entries: list[TextLogprob]) -> list[TextLogprob]:
+        """Entries of the prompt with their offsets in its text.
+
+        A special token counts where the text spells it; one that the tokenizer added does not.
+        """
+        text, at, placed = self.prompt.text, 0, []
+        detokenizer = self._tokenizer.detokenizer(skip_special_tokens=True)
+        for entry in entries:
+            placed.append(entry._replace(offset=at))
+            num_chars = len(detokenizer.feed((entry.token_id,)))
+            if not num_chars and text.startswith(entry.token, at):
+                num_chars = len(entry.token)
+            at += num_chars
+        return placed
 
     def _add_prompt_logprobs(self, entries: list[TokenLogprobs]) -> None:
         ids, known = self.prompt.token_ids, self.prompt_logprobs
-        if not known:
-            piece = self._tokenizer.piece(ids[0])
-            known.append(TextLogprob(ids[0], piece.text, piece.content, None, 0))
         for entry in entries:
             known.append(self._to_text(ids[len(known)], entry))
 
-    def _to_text(self, token_id: int, entry: TokenLogprobs) -> TextLogprob:
+    def _to_text(self, token_id: int, entry: TokenLogprobs, offset: int = 0) -> TextLogprob:
         piece = self._tokenizer.piece
         others = zip(entry.token_ids[1:], entry.logprobs[1:], strict=True)
         top = [
@@ -179,4 +209,25 @@ class Choice:
         ]
         text, content = piece(token_id)
         logprob = entry.logprobs[0] if entry.logprobs else None
-        return TextLogprob(token_id, text, content, logprob, entry.rank, tuple(top))
+        return TextLogprob(token_id, text, content, logprob, entry.rank, tuple(top), offset)
+
+
+class PromptScores:
+    """What a client still has to get of its prompts' log-probabilities."""
+
+    def __init__(self, choices: list[Choice], request: TextRequest) -> None:
+        """Nothing is owed to a request without prompt_logprobs."""
+        self._choices = choices if request.options.prompt_logprobs is not None else []
+        self._owed = {choice.index for choice in self._choices}
+
+    def all_of(self, index: int) -> list[TextLogprob]:
+        """The scores of the prompt of choice `index`; empty for a client that wants none."""
+        return self._choices[index].prompt_logprobs if self._choices else []
+
+    def take(self, delta: TextDelta) -> list[TextLogprob]:
+        """The same, once, with the first tokens of the choice: by then its prompt is scored."""
+        is_scored = delta.token_ids or delta.finish_reason
+        if delta.index not in self._owed or not is_scored:
+            return []
+        self._owed.discard(delta.index)
+        return self.all_of(delta.index)

@@ -113,16 +113,20 @@ class FrontDesk:
         add_special_tokens: bool | None,
         *,
         around: Callable[[str], AbstractContextManager[None]] = _plain,
+        check: Callable[[int], None] | None = None,
     ) -> list[int]:
         """Token ids of a text or a conversation; `around(name)` is entered around each stage.
 
-        Special tokens are added by default to texts only: templates write their own.
+        Special tokens are added by default to texts only: templates write their own. `check` gets
+        a lower bound of the number of tokens before the text is encoded, and may raise.
         """
         if isinstance(prompt, str):
             text = prompt
         else:
             with around("apply_chat_template"):
                 text = await self.pool.run(model.template.render, prompt, size=prompt.size)
+        if check is not None:
+            check(model.tokenizer.least_tokens(text))
         if add_special_tokens is None:
             add_special_tokens = isinstance(prompt, str)
         with around("tokenize"):

@@ -20,6 +20,7 @@ from frontend import engine_convert as convert
 from frontend.call import Call
 from frontend.messages import EngineFacts, Load
 from frontend.messages import Sequence as EngineSequence
+from frontend.outbox import Outbox
 from tidemill import __version__
 from tidemill.runtime.errors import (
     EngineDead,
@@ -42,6 +43,8 @@ _FIRST_BACKOFF_S = 0.25
 """An engine that is away or starting is asked this often: it costs little, and a client waits."""
 _LAST_BACKOFF_S = 5.0
 _RETRY_AFTER_MS = 1000
+_PASSING = (Unavailable, InternalError)
+"""What time may heal; gRPC calls a stream INTERNAL whose engine dies in its first message."""
 
 Connected = Callable[[EngineFacts], Awaitable[None]]
 
@@ -59,7 +62,7 @@ class EngineClient:
         self._on_connected = on_connected
         self._slots: dict[int, tuple[Call, int]] = {}
         self._handles = itertools.count(1)
-        self._outbox: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+        self._outbox: Outbox[pb.SessionRequest] = Outbox()
         self._ready = asyncio.Event()
         self._draining = False
         self._task: asyncio.Task[None] | None = None
@@ -68,6 +71,7 @@ class EngineClient:
         self.load = Load()
         self.last_error = f"no connection to the engine at {address} yet"
         self._last_reason = ""
+        self._is_retriable = True
 
     def start(self) -> None:
         """Begins connecting in the background. Call in the running loop, once."""
@@ -112,11 +116,10 @@ class EngineClient:
                 retry_after_ms=_RETRY_AFTER_MS,
             )
         if self.state != "ready":
-            raise Unavailable(
-                f"the engine is not up: {self.last_error}; try again shortly",
-                reason="ENGINE_NOT_UP",
-                retry_after_ms=_RETRY_AFTER_MS,
-            )
+            text = f"the engine at {self._address} is not up: {self.last_error}; try again shortly"
+            if not self._is_retriable:
+                text = f"cannot serve the engine at {self._address}: {self.last_error}"
+            raise Unavailable(text, reason="ENGINE_NOT_UP", retry_after_ms=_RETRY_AFTER_MS)
 
     def open(
         self,
@@ -126,8 +129,10 @@ class EngineClient:
         timeout_ms: int | None,
         trace: TraceContext | None,
     ) -> Call:
-        """Submits one request; its sequences form one group. Raises Unavailable."""
+        """Submits one request; its sequences form one group. Raises Unavailable, and
+        Overloaded when the engine does not read."""
         self.check_ready()
+        self._outbox.check_room()
         handles = [next(self._handles) for _ in sequences]
         call = Call(handles, release=self._release, stop=self._stop_matched)
         for handle, sequence in zip(handles, sequences, strict=True):
@@ -138,7 +143,7 @@ class EngineClient:
                 submit.spec.timeout_ms = timeout_ms
             if trace is not None:
                 submit.spec.traceparent, submit.spec.tracestate = trace.traceparent, trace.state
-            self._outbox.put_nowait(pb.SessionRequest(submit=submit))
+            self._outbox.put(pb.SessionRequest(submit=submit))
         return call
 
     async def fetch_tokenizer(self, folder: Path) -> None:
@@ -155,11 +160,11 @@ class EngineClient:
             self._slots.pop(handle, None)
         if abort and self._ready.is_set():
             gone = pb.AbortHandles(handles=handles)
-            self._outbox.put_nowait(pb.SessionRequest(abort=gone))
+            self._outbox.put(pb.SessionRequest(abort=gone))
 
     def _stop_matched(self, handle: int, num_tokens: int, stop: str) -> None:
         matched = pb.StopMatched(handle=handle, completion_tokens=num_tokens, stop_string=stop)
-        self._outbox.put_nowait(pb.SessionRequest(stop_matched=matched))
+        self._outbox.put(pb.SessionRequest(stop_matched=matched))
 
     async def _stay_connected(self) -> None:
         backoff = _FIRST_BACKOFF_S
@@ -177,7 +182,7 @@ class EngineClient:
             except Exception as bug:  # a bug must not leave the frontend without its session
                 _LOG.exception("the session with the engine failed")
                 error = InternalError(f"{type(bug).__name__}: {bug}")
-            if self._ready.is_set() or isinstance(error, Unavailable):
+            if self._ready.is_set() or isinstance(error, _PASSING):
                 backoff = _FIRST_BACKOFF_S
             self._lose(error)
             await asyncio.sleep(backoff)
@@ -188,8 +193,9 @@ class EngineClient:
         if self._ready.is_set() or error.reason != self._last_reason:
             _LOG.warning("no session with the engine: %s", error.message)
         self.last_error, self._last_reason = error.message, error.reason
+        self._is_retriable = isinstance(error, _PASSING)
         self._ready.clear()
-        self._outbox = asyncio.Queue()
+        self._outbox = Outbox()
         slots, self._slots = self._slots, {}
         for call, _ in slots.values():
             call.fail(

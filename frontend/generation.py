@@ -18,7 +18,7 @@ from frontend.messages import Delta, FinishReason, Sequence, Timings, Usage
 from frontend.observation import Observation
 from frontend.request import Ingress, Prompt, TextRequest
 from frontend.served import ServedModel
-from frontend.validation import DEFAULT_COMPLETION_TOKENS, check_request, fit
+from frontend.validation import DEFAULT_COMPLETION_TOKENS, check_request, context_exceeded, fit
 from tidemill.runtime.errors import DeadlineExceeded, EngineDead
 
 if TYPE_CHECKING:
@@ -79,11 +79,6 @@ class Generation:
         trace: TracebackType | None,
     ) -> None:
         await self._leave(failure)
-
-    @property
-    def is_echoing(self) -> bool:
-        """Whether the choices' texts begin with their prompts."""
-        return self._request.options.echo
 
     @property
     def usage(self) -> Usage:
@@ -152,7 +147,11 @@ class Generation:
             token_ids = list(prompt)
         else:
             token_ids = await self._desk.tokenize(
-                model, prompt, options.add_special_tokens, around=self._seen.inner_span
+                model,
+                prompt,
+                options.add_special_tokens,
+                around=self._seen.inner_span,
+                check=self._check_size,
             )
         is_default = param == "prompt" and options.sampling.max_tokens is None
         if is_default:
@@ -169,6 +168,15 @@ class Generation:
         for _ in range(options.n):
             index = len(self.choices)
             self.choices.append(Choice(index, view, model.tokenizer, self._request.options))
+
+    def _check_size(self, num_tokens: int) -> None:
+        """Refuses what cannot fit before the time is spent to encode it."""
+        limit, options = self.model.facts.max_model_len, self._request.options
+        if num_tokens >= limit and options.truncate_prompt_tokens is None:
+            max_tokens = options.sampling.max_tokens
+            asked = 1 if max_tokens is None else max_tokens
+            param = self._request.prompt_param
+            raise context_exceeded(param, num_tokens, asked, limit, is_exact=False)
 
     def _submit(self) -> Call:
         return self._desk.engine.open(

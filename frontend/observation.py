@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from frontend.generation import Generation
 
 _LOG = logging.getLogger("tidemill.frontend.request")
+_MAX_USER_CHARS = 128
 
 
 class Observation:
@@ -79,7 +80,9 @@ class Observation:
             )
         first = None if self._first is None else round(self._first - self._ingress.received, 4)
         context = self._ingress.span.context
-        trace = {} if context is None else {"trace_id": f"{context.trace_id:032x}"}
+        beside = {} if context is None else {"trace_id": f"{context.trace_id:032x}"}
+        if user := self._request.options.user:
+            beside["user"] = user[:_MAX_USER_CHARS]
         _LOG.info(
             "request %s",
             outcome,
@@ -91,7 +94,7 @@ class Observation:
                 "completion_tokens": usage.output_tokens,
                 "ttft_s": first,
                 "e2e_s": round(now - self._ingress.received, 4),
-                **trace,
+                **beside,
             },
         )
 

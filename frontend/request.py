@@ -62,6 +62,8 @@ class Options:
     priority: int = 0
     fairness_key: str = ""
     emit_canvas: bool = False
+    user: str = ""
+    """Whom the client serves; for the log line only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,9 +63,11 @@ class ChatTemplate:
                 continue_final_message=chat.continue_final_message,
                 **{**self._special_tokens, **chat.template_kwargs},
             )
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as failure:
+        except Exception as failure:  # templates compute: any error of Python's can come out
             raise InvalidRequest(
-                f"the chat template cannot render these messages: {failure}", param="messages"
+                "the chat template cannot render these messages: "
+                f"{type(failure).__name__}: {failure}",
+                param="messages",
             ) from failure
         conversations, _ = cast("tuple[list[str], Any]", rendered)
         return conversations[0]
@@ -77,6 +79,8 @@ class ChatTemplate:
                 "message is either answered or continued; set one of them to false",
                 param="continue_final_message",
             )
+        if chat.continue_final_message:
+            _check_last(chat.messages[-1])
         for name in chat.template_kwargs:
             if name in _RESERVED:
                 raise InvalidRequest(
@@ -88,6 +92,23 @@ class ChatTemplate:
                 "reasoning_effort: the chat template of this model has no such setting",
                 param="reasoning_effort",
             )
+
+
+def _check_last(message: dict[str, Any]) -> None:
+    """Only what the model itself began can be continued; an empty text is a beginning too."""
+    role = message.get("role")
+    if role != "assistant":
+        raise InvalidRequest(
+            f"the last message is of the role {role!r}, and continue_final_message continues one "
+            "of the role 'assistant'; add such a message, or leave continue_final_message out",
+            param="continue_final_message",
+        )
+    if message.get("tool_calls"):
+        raise InvalidRequest(
+            "the last message calls tools, and continue_final_message continues a text; remove "
+            "the calls, or leave continue_final_message out",
+            param="continue_final_message",
+        )
 
 
 def load_template(tokenizer: TextTokenizer, file: str | None) -> ChatTemplate:

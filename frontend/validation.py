@@ -15,6 +15,8 @@ from tidemill.runtime.errors import InvalidRequest
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_PROMPTS = 1024
+MAX_SEQUENCES = 1024
+MAX_SALT_CHARS = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 
 
@@ -27,6 +29,18 @@ def check_request(request: TextRequest, facts: EngineFacts, max_n: int) -> None:
         raise InvalidRequest(
             f"there are {len(request.prompts)} prompts; send 1 to {MAX_PROMPTS} in one request",
             param=request.prompt_param,
+        )
+    num_sequences = options.n * len(request.prompts)
+    if num_sequences > MAX_SEQUENCES:
+        raise InvalidRequest(
+            f"n is {options.n} for each of {len(request.prompts)} prompts, {num_sequences} "
+            f"sequences together; one request may have {MAX_SEQUENCES}: send several",
+            param="n",
+        )
+    if len(options.cache_salt) > MAX_SALT_CHARS:
+        raise InvalidRequest(
+            f"cache_salt has {len(options.cache_salt)} characters; it may have {MAX_SALT_CHARS}",
+            param="cache_salt",
         )
     _check_stops(options)
     _check_max_tokens(options)
@@ -74,17 +88,42 @@ def fit(
         raise InvalidRequest(f"{param} is empty; it needs at least one token", param=param)
     if is_default and max_tokens is not None:
         max_tokens = max(1, min(max_tokens, limit - len(token_ids)))
-    asked = max(1, max_tokens or 1)
-    if len(token_ids) + asked > limit:
-        raise InvalidRequest(
-            f"This model's maximum context length is {limit} tokens. However, you requested "
-            f"{len(token_ids) + asked} tokens ({len(token_ids)} in the {param}, {asked} for the "
-            f"completion). Please reduce the length of the {param} or of the completion.",
-            reason="CONTEXT_LENGTH_EXCEEDED",
-            param=param,
-            facts={"n_prompt_tokens": str(len(token_ids)), "n_ctx": str(limit)},
-        )
+    asked = 1 if max_tokens is None else max_tokens
+    if len(token_ids) + max(1, asked) > limit:
+        raise context_exceeded(param, len(token_ids), asked, limit)
     return token_ids, max_tokens
+
+
+def context_exceeded(
+    param: str, num_tokens: int, asked: int, limit: int, *, is_exact: bool = True
+) -> InvalidRequest:
+    """The error in OpenAI's words, which clients look for; `asked` is the completion's length.
+
+    0 asks for the prompt's scores only, which costs one position more (see CompletionBody.echo).
+    """
+    least = "" if is_exact else "at least "
+    if num_tokens == limit and asked == 0:
+        what = (
+            f"your {param} resulted in {least}{num_tokens} tokens, and to score them (max_tokens "
+            "0) the engine computes one token more, which is not shown"
+        )
+        advice = f"the {param} to {limit - 1} tokens, or use truncate_prompt_tokens"
+    elif num_tokens >= limit:
+        what = f"your {param} resulted in {least}{num_tokens} tokens"
+        advice = f"the {param}"
+    else:
+        what = (
+            f"you requested {num_tokens + asked} tokens ({num_tokens} in the {param}, {asked} in "
+            "the completion)"
+        )
+        advice = f"the {param} or completion"
+    return InvalidRequest(
+        f"This model's maximum context length is {limit} tokens. However, {what}. "
+        f"Please reduce the length of {advice}.",
+        reason="CONTEXT_LENGTH_EXCEEDED",
+        param=param,
+        facts={"n_prompt_tokens": str(num_tokens), "n_ctx": str(limit)},
+    )
 
 
 def _check_stops(options: Options) -> None:

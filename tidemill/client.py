@@ -107,7 +107,7 @@ class Client:
         )
         return list(answer.token_ids)
 
-    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return str(self._call("Detokenize", request, None).text)
@@ -215,7 +215,7 @@ class AsyncClient:
         return list(answer.token_ids)
 
     async def detokenize(
-        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> str:
         """The text of token ids."""
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)

@@ -74,6 +74,8 @@ class Completion:
     id: str
     model: str
     choices: list[Choice]
+    prompt_logprobs: list[Any]
+    """Scores of the prompt, from its second token on, if they were asked for."""
     usage: Any
     timings: Any
 
@@ -85,10 +87,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """One event of a stream: a choice's news, a canvas, or, last, the usage."""
+    """One event of a stream: a choice's news, a canvas, or, last, the usage.
+
+    `prompt_logprobs` come once, with the first tokens of choice 0.
+    """
 
     id: str
     choice: Choice | None
+    prompt_logprobs: list[Any]
     canvas: Any
     usage: Any
     timings: Any
@@ -151,6 +157,7 @@ def to_completion(answer: Any) -> Completion:
         id=answer.id,
         model=answer.model,
         choices=[_choice(choice) for choice in answer.choices],
+        prompt_logprobs=list(answer.prompt_logprobs),
         usage=answer.usage,
         timings=answer.timings,
     )
@@ -161,6 +168,7 @@ def to_delta(message: Any) -> Delta:
     return Delta(
         id=message.id,
         choice=_choice(message.choice) if message.HasField("choice") else None,
+        prompt_logprobs=list(message.prompt_logprobs),
         canvas=message.canvas if message.HasField("canvas") else None,
         usage=message.usage if message.HasField("usage") else None,
         timings=message.timings if message.HasField("timings") else None,

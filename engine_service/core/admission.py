@@ -74,6 +74,7 @@ class Admission:
         self._default_params = dict(default_params)
         self._defaults = defaults
         self._seed = seed
+        self._eos_ids = frozenset(model.eos_token_ids)
         self._choose_method(DecodingChoice())
 
     def admit(self, submit: Submit) -> Admitted:
@@ -186,7 +187,8 @@ class Admission:
     def _resolve(self, asked: SamplingParams, max_tokens: int, choice: int) -> ResolvedSampling:
         stop_ids = frozenset(asked.stop_token_ids)
         if not asked.ignore_eos:
-            stop_ids |= frozenset(self._model.eos_token_ids)
+            # One set for most requests: every token is looked up in it, and one stays in the cache.
+            stop_ids = stop_ids | self._eos_ids if stop_ids else self._eos_ids
         min_tokens = asked.min_tokens or 0
         top_k = asked.top_k or 0
         seed = asked.seed if asked.seed is not None else self._seed or secrets.randbits(63)

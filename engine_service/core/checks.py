@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from tidemill.runtime.errors import InvalidRequest
 
-MIN_TEMPERATURE = 1e-5
-"""Below it the scaled logits leave the range of float32; 0 is greedy."""
+MIN_TEMPERATURE = 9e-6
+"""Far below it the scaled logits leave the range of float32. Not 1e-5, which callers like to send:
+a float32 field makes 9.9999997e-06 of it. 0 is greedy."""
 
 
 class _Range(NamedTuple):
@@ -19,7 +20,7 @@ class _Range(NamedTuple):
 
 
 _RANGES = {
-    "temperature": _Range(MIN_TEMPERATURE, math.inf, "0 (greedy) or at least 1e-5"),
+    "temperature": _Range(MIN_TEMPERATURE, math.inf, "0 (greedy) or at least 9e-6"),
     "top_p": _Range(math.ulp(0.0), 1.0, "in (0, 1]"),
     "min_p": _Range(0.0, 1.0, "in [0, 1]"),
     "repetition_penalty": _Range(1e-3, 1e3, "above 0, in [0.001, 1000]"),

@@ -1,49 +1,71 @@
 """A step while it is being put together: what each row will do and what budget is left.
 
-It does not decide anything; the scheduler adds and drops entries.
+It does not decide anything; the planner adds and drops rows.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from engine_service.core.request import Request
 from engine_service.core.step import Span
-from engine_service.core.strategy import Budget, View
-
-
-class Entry(NamedTuple):
-    """One request's part of a step. `view` is what the span was planned from."""
-
-    request: Request
-    view: View
-    span: Span
-    first_page: int
-    """Index of the first page-table entry that the worker does not know yet."""
-    is_new: bool
-    """The request takes its row in this step."""
+from engine_service.core.strategy import Budget
 
 
 class StepDraft:
-    """Entries by key, in order, and the remaining budget."""
+    """Columns, in order: `spans[i]` is what `requests[i]` does. And the remaining budget.
 
-    __slots__ = ("budget", "entries")
+    What is added counts as in flight; only a request that is preempted may be dropped again.
+
+    Most rows change nothing but their span, so what is rare has tables of its own: a tuple with
+    everything for every row cost 0.1 ms a step at 256 rows.
+    """
+
+    __slots__ = ("budget", "first_pages", "newcomers", "num_idle", "requests", "spans")
 
     def __init__(self, tokens: int, logits: int) -> None:
         self.budget = Budget(tokens, logits)
-        self.entries: dict[int, Entry] = {}
+        self.requests: list[Request] = []
+        self.spans: list[Span] = []
+        self.first_pages: dict[int, int] = {}
+        """By request key: the first page-table entry that the worker does not know yet."""
+        self.newcomers: list[Request] = []
+        """They take their rows in this step."""
+        self.num_idle = 0
+        """Running requests with nothing to do before the step in flight is collected."""
 
-    def add(self, request: Request, view: View, span: Span, first_page: int, is_new: bool) -> None:
-        """Takes the span's share out of the budget."""
-        self.entries[request.key] = Entry(request, view, span, first_page, is_new)
+    def add(self, request: Request, span: Span) -> bool:
+        """Takes the span's share out of the budget; False, and nothing is done, when it lacks."""
         _, start, stop, _, _, first, last, score_start, score_stop = span
         budget = self.budget
-        budget.tokens -= stop - start
-        budget.logits -= last - first + score_stop - score_start
+        tokens = budget.tokens - stop + start
+        logits = budget.logits - last + first - score_stop + score_start
+        if tokens < 0 or logits < 0:
+            return False
+        budget.tokens = tokens
+        budget.logits = logits
+        self.requests.append(request)
+        self.spans.append(span)
+        request.in_flight += 1
+        request.launched = span
+        request.decoding = last > first
+        return True
 
-    def drop(self, key: int) -> None:
+    def sit_out(self) -> bool:
+        """Counts a request that has nothing to do; True: it lacks nothing."""
+        self.num_idle += 1
+        return True
+
+    def has(self, request: Request) -> bool:
+        """Whether the request does something in this step. O(rows)."""
+        return request in self.requests
+
+    def drop(self, request: Request) -> None:
         """Takes a request out again, if it is in, and gives its share back."""
-        entry = self.entries.pop(key, None)
-        if entry is not None:
-            self.budget.tokens += entry.span.num_tokens
-            self.budget.logits += entry.span.num_logits
+        self.first_pages.pop(request.key, None)
+        if not self.has(request):
+            return
+        index = self.requests.index(request)
+        del self.requests[index]
+        span = self.spans.pop(index)
+        request.in_flight -= 1
+        self.budget.tokens += span.num_tokens
+        self.budget.logits += span.num_logits

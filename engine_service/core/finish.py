@@ -32,6 +32,9 @@ def find_stop(
     num_before = len(committed) - prompt_len
     stop_ids = sampling.stop_token_ids
     sequences = sampling.stop_token_sequences
+    may_end = num_before + len(run) >= sampling.max_tokens
+    if not (may_end or sequences) and stop_ids.isdisjoint(run):
+        return None
     for index, token in enumerate(run):
         num_output = num_before + index + 1
         if num_output >= sampling.min_tokens:

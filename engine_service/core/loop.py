@@ -62,6 +62,9 @@ class CoreLoop:
         self._is_open = True
         self._flights: deque[tuple[StepPlan, Any]] = deque()
         self._depth = 1 if executor.overlaps else 0
+        self._num_steps = 0
+        self._host_ns = 0
+        self._executor_ns = 0
 
     def run(self) -> None:
         """Turns until a Shutdown command; raises what a step raised after telling Fatal."""
@@ -70,28 +73,44 @@ class CoreLoop:
 
     def turn(self) -> None:
         """Drains the inbox (waiting for it only when there is nothing to do) and runs one step."""
+        steps_before, began = self._num_steps, self._own_time_ns()
         self._drain(0.0 if self._scheduler.has_work else self._heartbeat_s)
         try:
-            self._step()
+            plan = self._step()
         except Exception as failure:
             self._outbox.send([Fatal(f"{type(failure).__name__}: {failure}")])
             raise
         self._emit()
+        # An idle turn is no step's cost; counting it would also change the load of an idle engine.
+        if plan is not None or self._num_steps > steps_before:
+            self._host_ns += self._own_time_ns() - began
 
-    def _step(self) -> None:
+    def _own_time_ns(self) -> int:
+        """CPU time of this thread so far, less what the executor took of it."""
+        return time.thread_time_ns() - self._executor_ns
+
+    def _step(self) -> StepPlan | None:
         plan = self._scheduler.schedule()
         if plan is not None:
+            began = time.thread_time_ns()
             self._flights.append((plan, self._executor.launch(plan)))
+            self._executor_ns += time.thread_time_ns() - began
         if self._flights and (plan is None or len(self._flights) > self._depth):
             oldest, handle = self._flights.popleft()
-            self._scheduler.apply(oldest, self._executor.collect(handle))
+            began = time.thread_time_ns()
+            decisions = self._executor.collect(handle)
+            self._executor_ns += time.thread_time_ns() - began
+            self._scheduler.apply(oldest, decisions)
+            self._num_steps += 1
+        return plan
 
     def _emit(self) -> None:
         is_due = self._clock() - self._last_output >= self._heartbeat_s
         output = self._scheduler.emit(heartbeat=is_due)
         if output is not None:
             self._last_output = self._clock()
-            self._outbox.send([output])
+            load = output.load._replace(steps=self._num_steps, host_ns=self._host_ns)
+            self._outbox.send([output._replace(load=load)])
 
     def _drain(self, timeout_s: float) -> None:
         for command in self._inbox.receive(timeout_s):

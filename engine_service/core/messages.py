@@ -92,11 +92,17 @@ class Finish(NamedTuple):
 
 
 class Load(NamedTuple):
+    """How full the engine is, and what its steps have cost the host since the start."""
+
     running: int
     waiting: int
     waiting_tokens: int
     pages_used: int
     pages_total: int
+    steps: int = 0
+    """Steps collected."""
+    host_ns: int = 0
+    """CPU time the core loop spent in the turns of these steps, without executor and waiting."""
 
 
 class Reject(NamedTuple):

@@ -23,11 +23,15 @@ class OutputWriter:
 
     def row(self, key: int, tokens: list[int]) -> int:
         """Opens the row of `key` with its newly committed tokens; returns its index."""
-        assert key not in self._rows, f"key {key} has a row in this output already"
         row = self._rows[key] = len(self._counts)
         self._counts.append(len(tokens))
         self._tokens += tokens
         return row
+
+    def row_of(self, key: int) -> int:
+        """The row of `key`, opened without tokens if it has none yet."""
+        row = self._rows.get(key)
+        return self.row(key, []) if row is None else row
 
     def logprobs(self, row: int, entries: list[TokenLogprobs | None]) -> None:
         """One entry per token of the row."""
@@ -38,9 +42,8 @@ class OutputWriter:
         self._prompt_logprobs.append((row, start, entries))
 
     def finish(self, key: int, finish: Finish) -> None:
-        """The terminal event of `key`, in a row of its own if it has none yet."""
-        row = self._rows.get(key)
-        self._finished.append((self.row(key, []) if row is None else row, finish))
+        """The terminal event of `key`."""
+        self._finished.append((self.row_of(key), finish))
 
     def canvas(self, row: int, position: int, canvas: Canvas) -> None:
         """The tentative tail that starts at `position`."""
@@ -48,6 +51,7 @@ class OutputWriter:
 
     def take(self, load: Load) -> StepOutput:
         """Everything written since the last call. Sequence numbers count from 1."""
+        assert len(self._rows) == len(self._counts), "a key has two rows in one output"
         self._seq += 1
         output = StepOutput(
             seq=self._seq,

@@ -17,6 +17,10 @@ DIGEST_BYTES = 16
 """128 bits: two prefixes that meet by chance are not expected in the life of any engine."""
 
 
+NEVER = 1 << 62
+"""More tokens than any sequence has."""
+
+
 class PageTable:
     """The pages of one sequence, in order, and the digests of its token units.
 
@@ -24,15 +28,28 @@ class PageTable:
     digests survive `release`, so that nothing is hashed twice after a preemption.
     """
 
-    __slots__ = ("claim_stop", "digests", "num_sealed", "pages", "pages_per_unit", "unit")
+    __slots__ = (
+        "capacity",
+        "claim_stop",
+        "digests",
+        "num_sealed",
+        "pages",
+        "pages_per_unit",
+        "seal_at",
+        "unit",
+    )
 
     def __init__(self, seed: bytes, unit: int, pages_per_unit: int) -> None:
         self.pages: list[int] = []
+        self.capacity = 0
+        """Positions that the pages hold."""
         self.digests = [seed]
         self.unit = unit
         self.pages_per_unit = pages_per_unit
         self.num_sealed = 0
         """Leading units that are in the index or were taken from it."""
+        self.seal_at = unit
+        """Tokens that the next unit needs; with fewer `seal` has nothing to do."""
         self.claim_stop = 0
         """Units [num_sealed, claim_stop) are claimed where nobody else claimed them."""
 
@@ -114,8 +131,10 @@ class PageManager:
                 del self._reusable[page]
             self._refs[page] += 1
         table.pages = list(match.pages)
+        table.capacity = len(match.pages) * self.page_size
         table.num_sealed = table.claim_stop = len(match.pages) // table.pages_per_unit
-        return len(match.pages) * self.page_size
+        table.seal_at = (table.num_sealed + 1) * table.unit
+        return table.capacity
 
     def claim(self, table: PageTable, token_ids: Sequence[int], limit: int) -> None:
         """Announces that the units within the first `limit` tokens are about to be computed."""
@@ -136,6 +155,7 @@ class PageManager:
             page = self._blank.pop() if self._blank else self._evict()
             self._refs[page] = 1
             table.pages.append(page)
+        table.capacity = len(table.pages) * self.page_size
         return True
 
     def seal(self, table: PageTable, token_ids: Sequence[int], num_cached: int) -> None:
@@ -144,6 +164,8 @@ class PageManager:
         The price is one hash per new unit, not per step.
         """
         stop = num_cached // table.unit
+        if not self._caching:
+            table.seal_at = NEVER
         if stop <= table.num_sealed or not self._caching:
             return
         for unit in range(table.num_sealed, stop):
@@ -153,6 +175,7 @@ class PageManager:
             for k in range(table.pages_per_unit):
                 self._index((digest, k), table.pages[unit * table.pages_per_unit + k])
         table.num_sealed = stop
+        table.seal_at = (stop + 1) * table.unit
         table.claim_stop = max(stop, table.claim_stop)
 
     def release(self, table: PageTable) -> None:
@@ -169,7 +192,8 @@ class PageManager:
             else:
                 self._blank.append(page)
         table.pages = []
-        table.num_sealed = table.claim_stop = 0
+        table.capacity = table.num_sealed = table.claim_stop = 0
+        table.seal_at = table.unit
 
     def check_writable(self, table: PageTable, start: int) -> None:
         """Asserts that nobody else can read what is written from position `start` on."""
@@ -194,6 +218,7 @@ class PageManager:
         for table in opened:
             assert len(set(table.pages)) == len(table.pages), "a table holds a page twice"
             assert table.num_sealed * table.pages_per_unit <= len(table.pages), "sealed too much"
+            assert table.capacity == len(table.pages) * self.page_size, "capacity is not its pages"
         for digest, table in self._claims.items():
             assert any(table is other for other in opened), "a released table holds a claim"
             claimed = table.digests[table.num_sealed + 1 : table.claim_stop + 1]

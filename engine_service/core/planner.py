@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from itertools import chain
 
-from engine_service.core.draft import Entry, StepDraft
+from engine_service.core.draft import StepDraft
 from engine_service.core.messages import Load
 from engine_service.core.pages import PageManager
 from engine_service.core.params import SchedulerLimits
 from engine_service.core.policy.priority import WaitingQueue, order
 from engine_service.core.request import Request
-from engine_service.core.strategy import View
+from engine_service.core.step import Span
 
 
 class Planner:
@@ -65,20 +65,20 @@ class Planner:
         else:
             self._waiting.remove(request)
 
-    def plan(self, now: int, *, beside_step: bool = False) -> list[Entry]:
-        """What every row does in the next step; empty when nothing can run.
+    def plan(self, now: int, *, beside_step: bool = False) -> StepDraft:
+        """What every row does in the next step; without requests when nothing can run.
 
-        `beside_step` says that a step is in flight: requests that it names are planned from what
-        their strategy predicts, and nobody is preempted.
+        `beside_step` says that a step is in flight: requests that it names do what their strategy
+        knows ahead of the decision, and nobody is preempted.
         """
+        draft = StepDraft(self._limits.token_budget, self._limits.logit_budget)
         if beside_step and self._waits_for_pages:
-            return []
+            return draft
         self._waits_for_pages = False
         aged_before = now - self._age_bound_ns
-        draft = StepDraft(self._limits.token_budget, self._limits.logit_budget)
         if self._plan_running(draft, aged_before, beside_step) and self._free_rows:
             self._plan_waiting(draft, aged_before, now)
-        return list(draft.entries.values())
+        return draft
 
     def check_integrity(self, requests: dict[int, Request]) -> None:
         """Asserts the invariants of pages, rows and queue, given all live requests."""
@@ -101,42 +101,65 @@ class Planner:
         nothing for any prompt, prompts go first in the next step. Rows that found no budget
         lead next time.
         """
-        ready = [(r, view) for r in self._running.values() if (view := _view(r)) is not None]
-        catching_up = [pair for pair in ready if not pair[0].decoding]
-        decoding = [pair for pair in ready if pair[0].decoding] if catching_up else ready
+        ready = [request for request in self._running.values() if request.ending is None]
+        catching_up = [request for request in ready if not request.decoding]
+        decoding = [request for request in ready if request.decoding] if catching_up else ready
         groups = (catching_up, decoding) if self._catch_up_first else (decoding, catching_up)
         left_out: dict[int, Request] = {}
-        for request, view in chain(*groups):
-            if request.row >= 0 and not self._extend(
-                request, view, draft, aged_before, beside_step
-            ):
+        for request in chain(*groups):
+            # A row below 0 was taken from it for the pages of one before it.
+            if request.row >= 0 and not self._extend(request, draft, aged_before, beside_step):
                 left_out[request.key] = request
-        served = any(request.key in draft.entries for request, _ in catching_up)
-        self._catch_up_first = bool(catching_up) and not served
+        self._catch_up_first = bool(catching_up) and not any(map(draft.has, catching_up))
         if any(request.decoding for request in left_out.values()):
             leading = {key: r for key, r in left_out.items() if r.decoding and r.row >= 0}
             self._running = leading | self._running
-        return not left_out and len(draft.entries) == len(ready)
+        return not left_out and len(draft.requests) + draft.num_idle == len(ready)
 
     def _extend(
-        self, request: Request, view: View, draft: StepDraft, aged_before: int, beside_step: bool
+        self, request: Request, draft: StepDraft, aged_before: int, beside_step: bool
     ) -> bool:
-        """Plans one running request, preempting others for pages; False without budget, or
-        without pages while nobody can be preempted."""
-        span = request.strategy.plan(view, draft.budget)
+        """Plans one running request; False without budget, or without pages while nobody can be
+        preempted.
+
+        A decoding row mostly moves on within its last page. Neither to build a View for that nor to
+        ask the pool made a step's plan three times as fast (0.95 to 0.3 ms at 256 rows).
+        """
+        launched = request.launched
+        span = request.strategy.advance(launched) if launched and request.decoding else None
+        if span is not None and span.decide_stop <= request.smooth_until:
+            return draft.add(request, span)
         if span is None:
+            view = request.view_ahead()
+            if view is None:
+                return draft.sit_out()
+            span = request.strategy.plan(view, draft.budget)
+        elif span.decide_start >= request.max_len:
+            return draft.sit_out()
+        if span is None or not draft.budget.allows(span):
             return False
+        if span.kv_len > request.table.capacity:
+            return self._extend_with_pages(request, span, draft, aged_before, beside_step)
+        return draft.add(request, span)
+
+    def _extend_with_pages(
+        self, request: Request, span: Span, draft: StepDraft, aged_before: int, beside_step: bool
+    ) -> bool:
+        """Reserves the pages that `span` needs, preempting others for them."""
         first_page = len(request.table.pages)
         while not self._pages.reserve(request.table, span.kv_len):
             if beside_step:
                 self._waits_for_pages = True
                 return False
             victim = max(self._running.values(), key=lambda r: order(r, aged_before))
-            draft.drop(victim.key)
+            draft.drop(victim)
             self._preempt(victim)
             if victim is request:
                 return True
-        draft.add(request, view, span, first_page, False)
+        draft.first_pages[request.key] = first_page
+        request.look_ahead()
+        added = draft.add(request, span)
+        assert added, f"pages were reserved for a span beyond the budget: {span}"
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -171,8 +194,8 @@ class Planner:
         request.num_cached = pages.adopt(table, match)
         missing = pages.pages_for(len(tokens) + len(request.canvas.token_ids)) - len(match.pages)
         request.row = self._free_rows[-1]
-        view = request.view()
-        span = request.strategy.plan(view, draft.budget) if missing <= pages.num_free else None
+        fits = missing <= pages.num_free
+        span = request.strategy.plan(request.view(), draft.budget) if fits else None
         if span is None:
             pages.release(table)
             request.num_cached, request.row = 0, -1
@@ -185,7 +208,9 @@ class Planner:
         self._free_rows.pop()
         if request.started_ns is None:
             request.started_ns, request.cached_tokens = now, request.num_cached
-        draft.add(request, view, span, 0, True)
+        draft.add(request, span)
+        draft.newcomers.append(request)
+        draft.first_pages[request.key] = 0
         return True
 
     def _leave_row(self, request: Request) -> None:
@@ -193,16 +218,5 @@ class Planner:
         del self._running[request.key]
         self._free_rows.append(request.row)
         request.row = -1
-
-
-def _view(request: Request) -> View | None:
-    """What the request's next span is planned from; None: it sits this step out."""
-    if request.ending is not None:
-        return None
-    if not request.in_flight:
-        return request.view()
-    assert request.launched is not None, f"{request.request_id} is in flight without a span"
-    view = request.strategy.predict(*request.launched)
-    if view is None or view.committed_len - view.prompt_len >= request.sampling.max_tokens:
-        return None
-    return view
+        request.launched = None
+        request.smooth_until = 0

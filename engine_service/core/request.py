@@ -44,12 +44,21 @@ class Request:
     emit_canvas: bool
     score_from: int
     """First prompt position still to be scored; prompt_len when none is."""
+    max_len: int
+    """Committed tokens at which it ends at the latest."""
+    stop_ids: frozenset[int]
+    """Of `sampling`; here because every token is compared with them."""
+    is_plain: bool
+    """Its method only appends, and only its tokens are reported."""
+    smooth_until: int = 0
+    """Committed tokens below which nothing is due but to append: no page, seal or end by length.
+    0 while that is not so, or not known."""
     num_cached: int = 0
     row: int = -1
     decoding: bool = False
     """The span launched last decides something: the next one is short."""
-    launched: tuple[View, Span] | None = None
-    """The span launched last, and the view it was planned from."""
+    launched: Span | None = None
+    """The span launched last; None without a row."""
     in_flight: int = 0
     """Launched steps that name it and are not collected yet."""
     ending: Ending | None = None
@@ -63,8 +72,26 @@ class Request:
     started_ns: int | None = None
     first_token_ns: int | None = None
 
+    def look_ahead(self) -> None:
+        """Finds `smooth_until` anew, whenever one of its bounds has moved."""
+        if self.is_plain and self.first_token_ns is not None:
+            self.smooth_until = min(self.max_len, self.table.capacity, self.table.seal_at)
+
+    def view_ahead(self) -> View | None:
+        """The picture a strategy plans the next span from, while steps may be in flight.
+
+        None: a decision is on its way, and only the strategy could say what follows it.
+        """
+        span = self.launched
+        if not self.in_flight or span is None:
+            return self.view()
+        if span.decide_stop > span.decide_start:
+            return None
+        score_from = max(self.score_from, span.score_stop)
+        return self.view()._replace(num_cached=span.stop, score_from=score_from)
+
     def view(self) -> View:
-        """The picture a strategy plans from."""
+        """The picture of what is settled."""
         return View(
             self.row,
             self.prompt_len,

@@ -11,15 +11,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from engine_service.core.admission import Admission
-from engine_service.core.draft import Entry
+from engine_service.core.draft import StepDraft
 from engine_service.core.finish import find_stop
 from engine_service.core.messages import Abort, FinishReason, StepOutput, Submit
 from engine_service.core.output import OutputWriter
 from engine_service.core.pages import PageManager
-from engine_service.core.params import SchedulerLimits
+from engine_service.core.params import ResolvedSampling, SchedulerLimits
 from engine_service.core.planner import Planner
 from engine_service.core.request import Ending, Request
-from engine_service.core.step import EMPTY_CANVAS, Decision, NewRow, PageAppend, StepPlan, Update
+from engine_service.core.step import EMPTY_CANVAS, Decision, NewRow, PageAppend, Span, StepPlan
+from engine_service.core.strategy import DecodeStrategy
 from tidemill.runtime.errors import Overloaded
 
 RETRY_AFTER_MS = 1000
@@ -45,7 +46,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._deadlines: list[tuple[int, int]] = []
         self._epochs = [0] * limits.max_rows
-        self._in_flight: deque[tuple[StepPlan, list[Entry]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
         self._seq = 0
         self._output = OutputWriter()
 
@@ -79,6 +80,9 @@ class Scheduler:
             arrival_ns=submit.arrival_ns or self._clock(),
             emit_canvas=submit.emit_canvas,
             score_from=prompt_len if sampling.prompt_logprobs is None else 1,
+            max_len=prompt_len + sampling.max_tokens,
+            stop_ids=sampling.stop_token_ids,
+            is_plain=_is_plain(submit, strategy, sampling),
         )
         self._requests[request.key] = request
         self._planner.enqueue(request)
@@ -101,22 +105,22 @@ class Scheduler:
         """The next step; None when there is nothing to run beside the step in flight."""
         now = self._clock()
         self._expire(now)
-        entries = self._planner.plan(now, beside_step=bool(self._in_flight))
-        if entries:
-            return self._launch_plan(entries)
+        draft = self._planner.plan(now, beside_step=bool(self._in_flight))
+        if draft.requests:
+            return self._launch_plan(draft)
         assert self._in_flight or not self._requests, f"stuck with {len(self._requests)} requests"
         return None
 
     def apply(self, plan: StepPlan, decisions: Sequence[Decision | None]) -> None:
         """Takes the decisions of the oldest step in flight, one for every span of its plan."""
-        launched, entries = self._in_flight.popleft()
+        launched, requests = self._in_flight.popleft()
         assert launched is plan, f"step {plan.seq} collected before step {launched.seq}"
         now = self._clock()
-        for entry, decision in zip(entries, decisions, strict=True):
-            request = entry.request
+        for request, span, decision in zip(requests, plan.spans, decisions, strict=True):
             request.in_flight -= 1
             if request.ending is None:
-                self._settle(entry, decision, now)
+                if decision is None or not self._append(request, span, decision.token_ids):
+                    self._settle(request, span, decision, now)
             elif request.in_flight == 0:
                 self._release(request)
 
@@ -137,26 +141,20 @@ class Scheduler:
             if request is not None:
                 self._end(request, Ending(FinishReason.DEADLINE, "the deadline has passed"), now)
 
-    def _launch_plan(self, entries: list[Entry]) -> StepPlan:
-        new_rows: list[NewRow] = []
+    def _launch_plan(self, draft: StepDraft) -> StepPlan:
         appends: list[PageAppend] = []
-        for request, view, span, first_page, is_new in entries:
-            request.in_flight += 1
-            request.launched = view, span
-            request.decoding = span.decide_stop > span.decide_start
-            if is_new:
-                new_rows.append(self._new_row(request))
-            if len(request.table.pages) > first_page:
-                added = tuple(request.table.pages[first_page:])
-                appends.append(PageAppend(span.row, first_page, added))
+        for key, first_page in draft.first_pages.items():
+            request = self._requests[key]
+            added = tuple(request.table.pages[first_page:])
+            appends.append(PageAppend(request.row, first_page, added))
         self._seq += 1
         plan = StepPlan(
             seq=self._seq,
-            new_rows=tuple(new_rows),
+            new_rows=tuple([self._new_row(request) for request in draft.newcomers]),
             page_appends=tuple(appends),
-            spans=tuple([entry.span for entry in entries]),
+            spans=tuple(draft.spans),
         )
-        self._in_flight.append((plan, entries))
+        self._in_flight.append((plan, draft.requests))
         return plan
 
     def _new_row(self, request: Request) -> NewRow:
@@ -172,46 +170,57 @@ class Scheduler:
             sampling=request.sampling,
         )
 
-    def _settle(self, entry: Entry, decision: Decision | None, now: int) -> None:
+    def _append(self, request: Request, span: Span, run: list[int]) -> bool:
+        """Commits a run where nothing else can be due; else does nothing and returns False.
+
+        Most tokens take this way; asking the strategy, looking for ends and sealing took twice
+        as long (0.48 instead of 0.25 ms a step at 256 rows).
+        """
+        committed = request.committed
+        is_smooth = len(committed) + len(run) < request.smooth_until
+        if not is_smooth or not request.stop_ids.isdisjoint(run):
+            return False
+        committed += run
+        request.num_cached = span.stop
+        request.forward_passes += 1
+        self._output.row(request.key, run)
+        return True
+
+    def _settle(self, request: Request, span: Span, decision: Decision | None, now: int) -> None:
         """Applies one decision: commit, cut at the first end, seal, report."""
-        request, view, span, _, _ = entry
-        update = request.strategy.settle(view, span, decision)
-        run, _, num_cached, canvas = update
-        stop = run and find_stop(request.committed, request.prompt_len, run, request.sampling)
+        committed, before = request.committed, request.canvas
+        update = request.strategy.settle(len(committed), before, span, decision)
+        run, logprobs, request.num_cached, canvas = update
+        stop = find_stop(committed, request.prompt_len, run, request.sampling) if run else None
         if stop:
             run, canvas = run[: stop.keep], EMPTY_CANVAS
-        request.committed += run
+        committed += run
         request.canvas = canvas
-        request.num_cached = num_cached
         request.forward_passes += 1
-        if view.canvas.token_ids and span.decide_stop > span.decide_start:
+        if before.token_ids and span.decide_stop > span.decide_start:
             request.denoise_steps += 1
         if request.first_token_ns is None and run:
             request.first_token_ns = now
-        self._pages.seal(request.table, request.committed, num_cached)
-        self._report(entry, decision, update, run)
+        if len(committed) >= request.table.seal_at:
+            self._pages.seal(request.table, committed, request.num_cached)
+        request.look_ahead()
+        if run:
+            row = self._output.row(request.key, run)
+            if logprobs is not None:
+                self._output.logprobs(row, logprobs[: len(run)])
+        if span.score_stop > span.score_start:
+            self._report_scores(request, span, decision)
+        if request.emit_canvas and canvas.token_ids and canvas != before:
+            self._output.canvas(self._output.row_of(request.key), len(committed), canvas)
         if stop:
             self._end(request, Ending(stop.reason, stop.detail, stop.stop_token_id), now)
 
-    def _report(
-        self, entry: Entry, decision: Decision | None, update: Update, run: list[int]
-    ) -> None:
-        request, view, span, _, _ = entry
-        scored = span.score_stop > span.score_start
-        canvas = request.canvas
-        shows_canvas = request.emit_canvas and bool(canvas.token_ids) and canvas != view.canvas
-        if not (run or scored or shows_canvas):
-            return
-        row = self._output.row(request.key, run)
-        if run and update.logprobs is not None:
-            self._output.logprobs(row, update.logprobs[: len(run)])
-        if scored:
-            assert decision is not None, "a prompt was scored without a decision"
-            assert decision.scores is not None, "a prompt was scored without scores"
-            self._output.prompt_logprobs(row, span.score_start, decision.scores)
-            request.score_from = span.score_stop
-        if shows_canvas:
-            self._output.canvas(row, len(request.committed), canvas)
+    def _report_scores(self, request: Request, span: Span, decision: Decision | None) -> None:
+        assert decision is not None, "a prompt was scored without a decision"
+        assert decision.scores is not None, "a prompt was scored without scores"
+        row = self._output.row_of(request.key)
+        self._output.prompt_logprobs(row, span.score_start, decision.scores)
+        request.score_from = span.score_stop
 
     def _end(self, request: Request, ending: Ending, now: int) -> None:
         """Tells the caller; the first ending wins."""
@@ -225,3 +234,10 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self._planner.leave(request)
         del self._requests[request.key]
+
+
+def _is_plain(submit: Submit, strategy: DecodeStrategy, sampling: ResolvedSampling) -> bool:
+    """Whether most tokens of a sequence need nothing but to be appended and reported."""
+    watched = (sampling.logprobs, sampling.prompt_logprobs)
+    is_watched = submit.emit_canvas or sampling.stop_token_sequences or watched != (None, None)
+    return strategy.append_only and not is_watched

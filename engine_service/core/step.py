@@ -5,7 +5,9 @@ It does not know requests, strategies or torch; the worker does not know request
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from engine_service.core.params import ResolvedSampling
@@ -39,6 +41,10 @@ class Span(NamedTuple):
     @property
     def num_logits(self) -> int:
         return self.decide_stop - self.decide_start + self.score_stop - self.score_start
+
+
+new_span: Callable[[tuple[int, ...]], Span] = partial(tuple.__new__, Span)
+"""A Span from its nine fields, for those who make hundreds a step: 0.15 instead of 0.4 us each."""
 
 
 class TokenLogprobs(NamedTuple):

@@ -35,6 +35,10 @@ class Budget:
     tokens: int
     logits: int
 
+    def allows(self, span: Span) -> bool:
+        """Whether the span fits into what is left."""
+        return span.num_tokens <= self.tokens and span.num_logits <= self.logits
+
 
 class DecodeStrategy(ABC):
     """One decoding method.
@@ -53,6 +57,13 @@ class DecodeStrategy(ABC):
     """Most positions one span of this method decides on."""
     min_tokens_per_step: int
     """Smallest budget with which `plan` always makes progress."""
+    append_only: ClassVar[bool] = False
+    """What a span decides is committed whole, its KV is final and there is no canvas: `settle` says
+    Update(decision.token_ids, decision.logprobs, span.stop, canvas), and `advance` never None.
+
+    The core relies on it to skip both questions for most tokens: `settle` is asked where a run may
+    end the request or fills a unit of pages.
+    """
 
     @classmethod
     @abstractmethod
@@ -126,19 +137,20 @@ class DecodeStrategy(ABC):
             view.row, start, stop, stop, 1, decide_start, decide_stop, score_start, score_stop
         )
 
-    def predict(self, view: View, span: Span) -> View | None:
-        """What `view` will look like when the step in flight is collected, as far as planning
-        needs it; None: that depends on the decision, so the request sits the next step out. Pure.
+    def advance(self, span: Span) -> Span | None:
+        """The span that follows `span`, which decides something, whatever that will be. Pure.
+
+        None: that depends on the decision. Then the request sits out the steps until it is
+        collected, and `plan` says what follows. Must equal what `plan` would say without limits.
         """
-        if span.decide_stop > span.decide_start:
-            return None
-        row, prompt_len, committed_len, _, canvas, params, score_from = view
-        score_from = max(score_from, span.score_stop)
-        return View(row, prompt_len, committed_len, span.stop, canvas, params, score_from)
+        return None
 
     @abstractmethod
-    def settle(self, view: View, span: Span, decision: Decision | None) -> Update:
-        """Turns a decision into an update. Pure; `view` is the one the span was planned from."""
+    def settle(
+        self, committed_len: int, canvas: Canvas, span: Span, decision: Decision | None
+    ) -> Update:
+        """Turns a decision into an update. Pure; `committed_len` and `canvas` are the request's
+        before it, as they were when the span was planned."""
 
     @abstractmethod
     def bind(self, max_rows: int, device: Any) -> None:

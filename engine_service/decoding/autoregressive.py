@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from engine_service.core.step import EMPTY_CANVAS, Canvas, Decision, NewRow, Span, Update
-from engine_service.core.strategy import DecodeStrategy, View
+from engine_service.core.step import EMPTY_CANVAS, Canvas, Decision, NewRow, Span, Update, new_span
+from engine_service.core.strategy import DecodeStrategy
 from engine_service.decoding.knobs import reject_unknown
 from engine_service.sampling.batch import DecideBatch, DecideResult
 from engine_service.sampling.sampler import choose, token_logprobs
@@ -31,6 +31,7 @@ class Autoregressive(DecodeStrategy):
     mask_block = 1
     max_decide = 1
     min_tokens_per_step = 1
+    append_only = True
 
     @classmethod
     def for_model(cls, *, mask_block: int, mask_token_id: int | None) -> Autoregressive:
@@ -50,14 +51,14 @@ class Autoregressive(DecodeStrategy):
         """All but the last token, whose logits decide the next one."""
         return committed_len - 1
 
-    def predict(self, view: View, span: Span) -> View:
-        """The decided token is one more committed one; which, the device knows."""
-        row, prompt_len, committed_len, _, canvas, params, score_from = view
-        committed_len += span.decide_stop - span.decide_start
-        score_from = max(score_from, span.score_stop)
-        return View(row, prompt_len, committed_len, span.stop, canvas, params, score_from)
+    def advance(self, span: Span) -> Span:
+        """Computes the token that `span` decides and decides the next; which, the device knows."""
+        row, _, start, _, _, _, stop, _, _ = span
+        return new_span((row, start, stop, stop, 1, stop, stop + 1, 0, 0))
 
-    def settle(self, view: View, span: Span, decision: Decision | None) -> Update:
+    def settle(
+        self, committed_len: int, canvas: Canvas, span: Span, decision: Decision | None
+    ) -> Update:
         """Commits the decided token; its own KV is computed by the next span."""
         if decision is None or span.decide_start == span.decide_stop:
             return Update([], None, span.stop, EMPTY_CANVAS)

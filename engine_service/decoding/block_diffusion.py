@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from engine_service.core.step import Canvas, Decision, NewRow, Span, TokenLogprobs, Update
-from engine_service.core.strategy import DecodeStrategy, View
+from engine_service.core.strategy import DecodeStrategy
 from engine_service.decoding.knobs import read_choice, read_number, read_whole, reject_unknown
 from engine_service.decoding.unmask import REMASKING, quota, reveal
 from engine_service.sampling.batch import DecideBatch, DecideResult
@@ -71,18 +71,19 @@ class BlockDiffusion(DecodeStrategy):
         """Whole blocks only: the open block sees itself, so its KV is not final."""
         return committed_len - committed_len % self.mask_block
 
-    def settle(self, view: View, span: Span, decision: Decision | None) -> Update:
+    def settle(
+        self, committed_len: int, canvas: Canvas, span: Span, decision: Decision | None
+    ) -> Update:
         """Commits the leading final positions of the canvas; opens a block when it is full."""
         if decision is None or span.decide_start == span.decide_stop:
-            return Update([], None, span.stop, view.canvas)
-        canvas = view.canvas
-        first = span.decide_start - view.committed_len
-        last = span.decide_stop - view.committed_len
+            return Update([], None, span.stop, canvas)
+        first = span.decide_start - committed_len
+        last = span.decide_stop - committed_len
         # Open positions all lie in the decided range, and fixed ones in it come back as they were.
         ids = (*canvas.token_ids[:first], *decision.token_ids, *canvas.token_ids[last:])
         fixed = (*canvas.fixed[:first], *decision.final, *canvas.fixed[last:])
         num_final = fixed.index(False) if False in fixed else len(fixed)
-        num_cached = view.committed_len + len(ids) - self.mask_block
+        num_cached = committed_len + len(ids) - self.mask_block
         logprobs = _merge_logprobs(canvas, decision, first)
         committed_logprobs = None if logprobs is None else list(logprobs[:num_final])
         if num_final == len(ids):
@@ -118,7 +119,8 @@ class BlockDiffusion(DecodeStrategy):
         count = torch.arange(len(rows), device=rows.device)
         span_of = torch.searchsorted(batch.cu_decide[1:].contiguous(), count, right=True)
         taken, block_start = self._steps_taken(batch)
-        chosen, probs = choose(batch, taken[span_of])
+        choice = choose(batch, taken[span_of])
+        chosen, probs = choice.token_ids, choice.probs
         is_open = ~tables.fixed[rows, positions]
         take = self._reveal(batch, span_of, probs, is_open, taken, block_start)
         token_ids = torch.where(take, chosen, tables.tokens[rows, positions])

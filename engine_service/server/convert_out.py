@@ -104,8 +104,18 @@ def notice_frame(notice: Notice) -> pb.SessionResponse:
             return pb.SessionResponse(draining=pb.Draining(deadline_ms=notice.deadline_ms))
 
 
-def responses(rows: StepRows) -> list[pb.GenerateResponse]:
-    """The same rows for a Generate stream, where a handle is the index of a choice."""
+def responses(rows: StepRows) -> Iterator[pb.GenerateResponse]:
+    """The same rows for a Generate stream, where a handle is the index of a choice: a message for
+    each, or several where one would be larger than 4 MiB."""
+    answers = _responses(rows)
+    if any(answer.ByteSize() > _STEP_BYTES for answer in answers):
+        for half in halves(rows):
+            yield from responses(half)
+    else:
+        yield from answers
+
+
+def _responses(rows: StepRows) -> list[pb.GenerateResponse]:
     answers = []
     offset = 0
     for handle, count in zip(rows.handles, rows.counts, strict=True):

@@ -74,7 +74,7 @@ class EngineServer:
         engine_pb2_grpc.add_EngineInfoServiceServicer_to_server(InfoServicer(desk), server)
         engine_pb2_grpc.add_KvEventServiceServicer_to_server(KvEventServicer(), server)
         engine_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(), server)
-        self._health.register(server, reflection=_NAMES if config.reflection else ())
+        await self._health.register(server, reflection=_NAMES if config.reflection else ())
         self.port = bind(server, config.host, config.engine_port, flag="--engine-port")
         await server.start()
         await desk.core.open(self._rank.sock)
@@ -91,9 +91,9 @@ class EngineServer:
         async for snapshot in self.desk.board.watch():
             alive = snapshot.state not in (EngineState.ERROR, EngineState.SHUTDOWN)
             ready = snapshot.state in SERVING
-            self._health.set("liveness", alive)
+            self._health.tell("liveness", alive)
             for name in ("", "readiness", *_NAMES):
-                self._health.set(name, ready)
+                self._health.tell(name, ready)
             if on_state is not None and snapshot[1:3] != last:
                 on_state(snapshot)
             last = snapshot[1:3]

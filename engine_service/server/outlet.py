@@ -169,7 +169,8 @@ class Outlet:
 def halves(rows: StepRows) -> tuple[StepRows, StepRows]:
     """Cuts a step that is too large for one message: between rows, or inside the only row.
 
-    A finish stays with the last tokens of its row.
+    A finish stays with the last tokens of its row, and scores of the prompt go before any token:
+    readers may take a row's first token for the sign that its prompt is scored.
     """
     if len(rows.handles) == 1:
         return _halves_of_row(rows)
@@ -197,14 +198,14 @@ def halves(rows: StepRows) -> tuple[StepRows, StepRows]:
 
 
 def _halves_of_row(rows: StepRows) -> tuple[StepRows, StepRows]:
-    cut = rows.counts[0] // 2
     entries = rows.logprobs[0][1] if rows.logprobs else []
     scores = [(at + i, one) for _, at, run in rows.prompt_logprobs for i, one in enumerate(run)]
-    half = len(scores) // 2
+    half = (len(scores) + 1) // 2
+    cut = 0 if len(scores) > 1 else rows.counts[0] // 2
     first = rows._replace(
         counts=[cut],
         token_ids=rows.token_ids[: cut * TOKEN_BYTES],
-        logprobs=[(0, entries[:cut])] if entries else [],
+        logprobs=[(0, entries[:cut])] if entries and cut else [],
         prompt_logprobs=[(0, scores[0][0], [one for _, one in scores[:half]])] if half else [],
         finished=[],
         canvas=[],
@@ -213,6 +214,8 @@ def _halves_of_row(rows: StepRows) -> tuple[StepRows, StepRows]:
         counts=[rows.counts[0] - cut],
         token_ids=rows.token_ids[cut * TOKEN_BYTES :],
         logprobs=[(0, entries[cut:])] if entries else [],
-        prompt_logprobs=[(0, scores[half][0], [o for _, o in scores[half:]])] if scores else [],
+        prompt_logprobs=[(0, scores[half][0], [o for _, o in scores[half:]])]
+        if len(scores) > half
+        else [],
     )
     return first, second

@@ -100,7 +100,7 @@ class Session:
         handle, spec = frame.handle, frame.spec
         try:
             if handle in self._keys:
-                # Whatever follows for this handle would be ambiguous, so the running one ends too.
+                # Failed names a handle only: the client could not tell which of the two it means.
                 self._desk.core.release(self._keys[handle])
                 raise InvalidRequest(
                     f"handle {handle} is already in use; both requests are ended",

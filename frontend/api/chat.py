@@ -7,10 +7,10 @@ from typing import Any
 
 from frontend.api.chunks import ChunkWriter
 from frontend.api.openai_request import to_chat
-from frontend.api.openai_response import chat_logprobs, prompt_scores_of, usage_of
+from frontend.api.openai_response import chat_logprobs, prompt_logprobs, usage_of
 from frontend.api.openai_schema import ChatBody
 from frontend.api.sse import Frames
-from frontend.choice import TextDelta
+from frontend.choice import PromptScores, TextDelta
 from frontend.desk import FrontDesk
 from frontend.generation import ChoiceResult
 from frontend.request import Ingress
@@ -29,7 +29,7 @@ async def complete(desk: FrontDesk, body: ChatBody, ingress: Ingress) -> dict[st
         "usage": usage_of(generation.usage),
     }
     if body.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = prompt_scores_of(generation, 0)
+        answer["prompt_logprobs"] = prompt_logprobs(generation.choices[0].prompt_logprobs)
     if body.return_token_ids:
         answer["prompt_token_ids"] = generation.prompts[0].token_ids
     return answer
@@ -37,14 +37,16 @@ async def complete(desk: FrontDesk, body: ChatBody, ingress: Ingress) -> dict[st
 
 async def stream(desk: FrontDesk, body: ChatBody, ingress: Ingress) -> AsyncGenerator[bytes, None]:
     """The answer as events: role, text, finish, and the usage if it was asked for."""
-    async with desk.generation(to_chat(body), ingress) as generation:
+    request = to_chat(body)
+    async with desk.generation(request, ingress) as generation:
         frames = Frames(
             id=f"chatcmpl-{ingress.request_id}",
             object="chat.completion.chunk",
             created=ingress.created,
             model=generation.model.name,
         )
-        writer = ChunkWriter(frames, generation, body)
+        scores = PromptScores(generation.choices, request)
+        writer = ChunkWriter(frames, generation, body, scores)
         unsent = b""
         for choice in generation.choices:
             ids = {"prompt_token_ids": choice.prompt.token_ids} if body.return_token_ids else {}
@@ -75,13 +77,15 @@ def _choice(result: ChoiceResult, body: ChatBody) -> dict[str, Any]:
 def _chunks(writer: ChunkWriter, delta: TextDelta, body: ChatBody) -> bytes:
     """The text of a delta and its finish are two chunks: the finish has an empty delta."""
     chunks = b"" if delta.canvas is None else writer.canvas(delta)
-    if delta.text or delta.logprobs or (writer.keeps_empty and delta.token_ids):
+    scores = writer.scores.take(delta) if delta.index == 0 else []
+    beside = {"prompt_logprobs": prompt_logprobs(scores)} if scores else {}
+    if delta.text or delta.logprobs or scores or (writer.keeps_empty and delta.token_ids):
         choice = _delta(delta.index, {"content": delta.text})
         if body.logprobs:
             choice["logprobs"] = chat_logprobs(delta.logprobs)
         if body.return_token_ids:
             choice["token_ids"] = delta.token_ids
-        chunks += writer.chunk(choice)
+        chunks += writer.chunk(choice, **beside)
     if delta.finish_reason is not None:
         choice = _delta(delta.index, {}, delta.finish_reason)
         chunks += writer.chunk({**choice, "stop_reason": delta.stop_reason})

@@ -7,17 +7,24 @@ from typing import Any
 from frontend.api.openai_response import canvas_of, usage_of
 from frontend.api.openai_schema import GenerationBody, StreamOptions
 from frontend.api.sse import Frames
-from frontend.choice import TextDelta
+from frontend.choice import PromptScores, TextDelta
 from frontend.generation import Generation
 
 
 class ChunkWriter:
     """Puts choices into chunks, with the usage where the client asked for it."""
 
-    def __init__(self, frames: Frames, generation: Generation, body: GenerationBody) -> None:
+    def __init__(
+        self,
+        frames: Frames,
+        generation: Generation,
+        body: GenerationBody,
+        scores: PromptScores,
+    ) -> None:
         wanted = body.stream_options or StreamOptions()
         self._frames = frames
         self._generation = generation
+        self.scores = scores
         self._is_continuous = bool(wanted.continuous_usage_stats)
         self._has_last = bool(wanted.include_usage)
         self.keeps_empty = body.return_token_ids or self._is_continuous

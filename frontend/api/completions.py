@@ -7,10 +7,10 @@ from typing import Any
 
 from frontend.api.chunks import ChunkWriter
 from frontend.api.openai_request import to_completion
-from frontend.api.openai_response import completion_logprobs, prompt_scores_of, usage_of
+from frontend.api.openai_response import completion_logprobs, prompt_logprobs, usage_of
 from frontend.api.openai_schema import CompletionBody
 from frontend.api.sse import Frames
-from frontend.choice import TextDelta, TextLogprob
+from frontend.choice import PromptScores, TextDelta, TextLogprob
 from frontend.desk import FrontDesk
 from frontend.generation import ChoiceResult, Generation
 from frontend.request import Ingress
@@ -34,66 +34,59 @@ async def stream(
     desk: FrontDesk, body: CompletionBody, ingress: Ingress
 ) -> AsyncGenerator[bytes, None]:
     """The answer as events; the usage chunk comes last, if it was asked for."""
-    async with desk.generation(to_completion(body), ingress) as generation:
+    request = to_completion(body)
+    async with desk.generation(request, ingress) as generation:
         frames = Frames(
             id=f"cmpl-{ingress.request_id}",
             object="text_completion",
             created=ingress.created,
             model=generation.model.name,
         )
-        writer = ChunkWriter(frames, generation, body)
-        offsets = [_first_offset(generation, choice.index) for choice in generation.choices]
+        scores = PromptScores(generation.choices, request)
+        writer = ChunkWriter(frames, generation, body, scores)
         async for news in generation.deltas():
-            if text := b"".join([_chunks(writer, delta, body, offsets) for delta in news]):
+            if text := b"".join([_chunks(writer, delta, body) for delta in news]):
                 yield text
         if last := writer.last():
             yield last
 
 
 def _choice(result: ChoiceResult, body: CompletionBody, generation: Generation) -> dict[str, Any]:
-    offset = _first_offset(generation, result.index)
     choice = {
         "index": result.index,
         "text": result.text,
-        "logprobs": _logprobs(result.logprobs, body, offset),
+        "logprobs": _logprobs(result.logprobs, body),
         "finish_reason": result.finish_reason,
         "stop_reason": result.stop_reason,
     }
     if body.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = prompt_scores_of(generation, result.index)
+        scores = generation.choices[result.index].prompt_logprobs
+        choice["prompt_logprobs"] = prompt_logprobs(scores)
     if body.return_token_ids:
         choice["token_ids"] = result.token_ids
         choice["prompt_token_ids"] = generation.choices[result.index].prompt.token_ids
     return choice
 
 
-def _chunks(
-    writer: ChunkWriter, delta: TextDelta, body: CompletionBody, offsets: list[int]
-) -> bytes:
+def _chunks(writer: ChunkWriter, delta: TextDelta, body: CompletionBody) -> bytes:
     chunks = b"" if delta.canvas is None else writer.canvas(delta)
-    is_empty = not (delta.text or delta.logprobs or delta.finish_reason)
+    scores = writer.scores.take(delta)
+    is_empty = not (delta.text or delta.logprobs or delta.finish_reason or scores)
     if is_empty and not (writer.keeps_empty and delta.token_ids):
         return chunks
     choice = {
         "index": delta.index,
         "text": delta.text,
-        "logprobs": _logprobs(delta.logprobs, body, offsets[delta.index]),
+        "logprobs": _logprobs(delta.logprobs, body),
         "finish_reason": delta.finish_reason,
         "stop_reason": delta.stop_reason,
     }
-    offsets[delta.index] += sum(len(entry.token) for entry in delta.logprobs)
+    if scores:
+        choice["prompt_logprobs"] = prompt_logprobs(scores)
     if body.return_token_ids:
         choice["token_ids"] = delta.token_ids
     return chunks + writer.chunk(choice)
 
 
-def _logprobs(
-    entries: list[TextLogprob], body: CompletionBody, offset: int
-) -> dict[str, Any] | None:
-    return None if body.logprobs is None else completion_logprobs(entries, offset)
-
-
-def _first_offset(generation: Generation, index: int) -> int:
-    """Offsets count from the prompt's start; an echoed prompt has entries of its own."""
-    prompt = generation.choices[index].prompt
-    return 0 if generation.is_echoing else len(prompt.text)
+def _logprobs(entries: list[TextLogprob], body: CompletionBody) -> dict[str, Any] | None:
+    return None if body.logprobs is None else completion_logprobs(entries)

@@ -14,15 +14,14 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import grpc
-from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from frontend.api import grpc_text_convert as convert
 from frontend.api.openai_response import canvas_text
-from frontend.choice import TextDelta
+from frontend.choice import PromptScores, TextDelta
 from frontend.desk import FrontDesk
 from frontend.generation import ChoiceResult, Generation
-from frontend.request import Ingress
+from frontend.request import Ingress, TextRequest
 from tidemill.runtime import telemetry
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.runtime.rpc import answering
@@ -46,14 +45,9 @@ class TextServicer:
             wanted = convert.to_text_request(request, metadata)
             async with self._desk.generation(wanted, ingress) as generation:
                 results = await generation.collect()
-        scores = (
-            generation.choices[0].prompt_logprobs
-            if request.options.logprobs.HasField("prompt_top")
-            else []
-        )
         return pb.TextServiceGenerateResponse(
             choices=[_text_choice(r, request.options) for r in results],
-            prompt_logprobs=convert.logprob_messages(scores),
+            prompt_logprobs=_scores_of(generation, wanted),
             **_frame("cmpl", generation, ingress),
             **_totals(generation, context),
         )
@@ -64,9 +58,11 @@ class TextServicer:
             wanted = convert.to_text_request(request, metadata)
             async with self._desk.generation(wanted, ingress) as generation:
                 frame = _frame("cmpl", generation, ingress)
+                scores = PromptScores(generation.choices, wanted)
                 async for news in generation.deltas():
                     for delta in news:
                         message = pb.GenerateStreamResponse(**frame)
+                        message.prompt_logprobs.extend(_news_of_prompt(scores, delta))
                         if _has_news(delta, request.options):
                             message.choice.CopyFrom(_text_choice(delta, request.options))
                         await _write(context, message, delta, generation)
@@ -80,6 +76,7 @@ class TextServicer:
                 results = await generation.collect()
         return pb.ChatResponse(
             choices=[_chat_choice(r, request.options) for r in results],
+            prompt_logprobs=_scores_of(generation, wanted),
             **_frame("chatcmpl", generation, ingress),
             **_totals(generation, context),
         )
@@ -90,9 +87,11 @@ class TextServicer:
             wanted = convert.to_chat_request(request, metadata)
             async with self._desk.generation(wanted, ingress) as generation:
                 frame = _frame("chatcmpl", generation, ingress)
+                scores = PromptScores(generation.choices, wanted)
                 async for news in generation.deltas():
                     for delta in news:
                         message = pb.ChatStreamResponse(**frame)
+                        message.prompt_logprobs.extend(_news_of_prompt(scores, delta))
                         if _has_news(delta, request.options):
                             message.choice.CopyFrom(_chat_choice(delta, request.options))
                         await _write(context, message, delta, generation)
@@ -101,15 +100,7 @@ class TextServicer:
     async def Tokenize(self, request: Any, context: Any) -> Any:
         """Token ids of a text or of rendered messages."""
         model = self._desk.model_for(request.model)
-        prompt: Any = request.text
-        if request.WhichOneof("input") == "messages":
-            asked = request.add_generation_prompt
-            prompt = convert.to_conversation(
-                request.messages.messages,
-                add_generation_prompt=asked if request.HasField("add_generation_prompt") else None,
-                template_kwargs=convert.to_plain(request.chat_template_kwargs),
-            )
-        special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+        prompt, special = convert.to_tokenize(request)
         token_ids = await self._desk.tokenize(model, prompt, special)
         return pb.TokenizeResponse(token_ids=token_ids, max_model_len=model.facts.max_model_len)
 
@@ -117,9 +108,7 @@ class TextServicer:
         """The text of token ids."""
         model = self._desk.model_for(request.model)
         skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
-        text = await self._desk.detokenize(
-            model, list(request.token_ids), skip_special_tokens=skip
-        )
+        text = await self._desk.detokenize(model, list(request.token_ids), skip_special_tokens=skip)
         return pb.DetokenizeResponse(text=text)
 
     async def ListModels(self, request: Any, context: Any) -> Any:
@@ -153,7 +142,8 @@ class TextServicer:
         given_id = metadata.get("x-request-id", "")
         if len(given_id) > _MAX_ID_CHARS or not given_id.isprintable():
             raise InvalidRequest(
-                f"the metadata x-request-id must have at most {_MAX_ID_CHARS} printable characters",
+                f"the metadata x-request-id has {len(given_id)} characters; it must have at most "
+                f"{_MAX_ID_CHARS}, all of them printable",
                 param="x-request-id",
             )
         above = telemetry.parse(metadata.get("traceparent", ""), metadata.get("tracestate", ""))
@@ -177,7 +167,7 @@ class TextServicer:
 
 
 def add_text_service(desk: FrontDesk, server: grpc.aio.Server) -> None:
-    """Registers TextService; every method answers errors, and malformed requests, the same way."""
+    """Registers TextService; every method answers errors the same way."""
     servicer = TextServicer(desk)
     handlers = {}
     for method in pb.DESCRIPTOR.services_by_name["TextService"].methods:
@@ -188,29 +178,15 @@ def add_text_service(desk: FrontDesk, server: grpc.aio.Server) -> None:
         )
         handlers[method.name] = make(
             _guarded(getattr(servicer, method.name)),
-            request_deserializer=_tolerant(GetMessageClass(method.input_type).FromString),
+            request_deserializer=GetMessageClass(method.input_type).FromString,
             response_serializer=GetMessageClass(method.output_type).SerializeToString,
         )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
 
-def _tolerant(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Hands a malformed message on as its error; gRPC itself would answer UNKNOWN."""
-
-    def deserialize(content: bytes) -> Any:
-        try:
-            return parse(content)
-        except DecodeError as failure:
-            return failure
-
-    return deserialize
-
-
 def _guarded(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
     async def call(request: Any, context: Any) -> Any:
         async with answering(context):
-            if isinstance(request, DecodeError):
-                raise InvalidRequest(f"the request is malformed: {request}", reason="MALFORMED")
             return await method(request, context)
 
     return call
@@ -249,6 +225,15 @@ def _totals(generation: Generation, context: Any) -> dict[str, Any]:
     }
 
 
+def _scores_of(generation: Generation, wanted: TextRequest) -> list[pb.TextLogprobs]:
+    return convert.logprob_messages(PromptScores(generation.choices, wanted).all_of(0))
+
+
+def _news_of_prompt(scores: PromptScores, delta: TextDelta) -> list[pb.TextLogprobs]:
+    """There is one prompt, and choice 0 speaks for it."""
+    return convert.logprob_messages(scores.take(delta)) if delta.index == 0 else []
+
+
 def _has_news(delta: TextDelta, options: Any) -> bool:
     has_ids = options.return_token_ids and delta.token_ids
     return bool(delta.text or delta.logprobs or delta.finish_reason or has_ids)
@@ -258,7 +243,7 @@ async def _write(context: Any, message: Any, delta: TextDelta, generation: Gener
     if delta.canvas is not None:
         text = canvas_text(delta, generation.model)
         message.canvas.CopyFrom(convert.canvas_message(delta, generation.model, text))
-    if message.HasField("choice") or message.HasField("canvas"):
+    if message.HasField("choice") or message.HasField("canvas") or message.prompt_logprobs:
         await context.write(message)
 
 

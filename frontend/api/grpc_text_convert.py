@@ -44,7 +44,7 @@ def to_chat_request(
         raise Unsupported("tools is not served by this build", param="tools")
     if chat.tool_choice.function_name or chat.tool_choice.mode not in ("", "none", "auto"):
         raise Unsupported("tool_choice is not served by this build", param="tool_choice")
-    kwargs = to_plain(chat.chat_template_kwargs)
+    kwargs = to_plain(chat.chat_template_kwargs, "chat_template_kwargs")
     if chat.reasoning_effort:
         kwargs["reasoning_effort"] = chat.reasoning_effort
     prompt = to_conversation(
@@ -79,6 +79,23 @@ def to_conversation(
     )
 
 
+def to_tokenize(request: text_pb2.TokenizeRequest) -> tuple[str | Chat, bool | None]:
+    """What Tokenize encodes, and whether special tokens are added (None: the default)."""
+    special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+    if request.WhichOneof("input") == "messages":
+        asked = request.add_generation_prompt
+        chat = to_conversation(
+            request.messages.messages,
+            add_generation_prompt=asked if request.HasField("add_generation_prompt") else None,
+            template_kwargs=to_plain(request.chat_template_kwargs, "chat_template_kwargs"),
+        )
+        return chat, special
+    for name in ("add_generation_prompt", "chat_template_kwargs"):
+        if request.HasField(name):
+            raise InvalidRequest(f"{name} needs messages; this request has a text", param=name)
+    return request.text, special
+
+
 def to_options(given: text_pb2.TextOptions, metadata: Metadata, *, echo: bool = False) -> Options:
     """Options; raises Unsupported naming what this build does not serve."""
     _refuse_unserved(given)
@@ -95,7 +112,8 @@ def to_options(given: text_pb2.TextOptions, metadata: Metadata, *, echo: bool = 
         n=n,
         sampling=_sampling(given.sampling),
         decoding=Decoding(
-            method=given.decoding.method or None, params=to_plain(given.decoding.params)
+            method=given.decoding.method or None,
+            params=to_plain(given.decoding.params, "decoding.params"),
         ),
         stop=tuple(given.stop),
         stop_token_ids=tuple(given.stop_token_ids),
@@ -113,12 +131,20 @@ def to_options(given: text_pb2.TextOptions, metadata: Metadata, *, echo: bool = 
         priority=_priority(metadata),
         fairness_key=metadata.get("x-fairness-key", ""),
         emit_canvas=given.emit_canvas,
+        user=given.user,
     )
 
 
-def to_plain(struct: Struct) -> dict[str, Any]:
-    """A Struct as JSON would be read: whole numbers become int."""
-    return {name: _whole(value) for name, value in json_format.MessageToDict(struct).items()}
+def to_plain(struct: Struct, param: str) -> dict[str, Any]:
+    """A Struct as JSON would be read: whole numbers become int.
+
+    Raises InvalidRequest naming `param` for NaN and infinity, which JSON cannot hold.
+    """
+    try:
+        plain = json_format.MessageToDict(struct)
+    except ValueError as failure:
+        raise InvalidRequest(f"{param}: {failure}; send finite numbers", param=param) from failure
+    return {name: _whole(value) for name, value in plain.items()}
 
 
 def usage_message(usage: Usage) -> engine_pb2.Usage:
@@ -216,8 +242,12 @@ def _message(index: int, message: text_pb2.ChatMessage) -> dict[str, Any]:
             f"{place}.role is {message.role!r}; it must be one of {', '.join(_ROLES)}",
             param=f"{place}.role",
         )
+    if not message.parts and not message.tool_calls:
+        raise InvalidRequest(f"{place}.parts is missing", param=f"{place}.parts")
     for part in message.parts:
         kind = part.WhichOneof("content")
+        if kind is None:
+            raise InvalidRequest(f"{place}.parts has an empty part", param=f"{place}.parts")
         if kind != "text":
             raise Unsupported(f"{place}.parts: {kind} is not served yet", param=f"{place}.parts")
     plain: dict[str, Any] = {

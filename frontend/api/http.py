@@ -26,6 +26,7 @@ from tidemill.runtime.errors import Cancelled, InternalError, InvalidRequest, No
 
 _LOG = logging.getLogger("tidemill.frontend.http")
 _MAX_ID_CHARS = 128
+_MAX_TIMEOUT_DIGITS = 15
 _DISCARD_FACTOR = 4
 Result = TypeVar("Result")
 
@@ -81,7 +82,10 @@ class IngressMiddleware:
         try:
             scope.setdefault("state", {})["ingress"] = self._ingress(request, request_id, span)
             await self._app(scope, receive, send_with_id)
-        except ServiceError as error:
+        except Exception as failure:
+            if status:
+                raise  # half of another answer is out
+            error = to_service_error(failure, request)
             await error_response(error)(scope, receive, send_with_id)
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
@@ -105,14 +109,15 @@ class IngressMiddleware:
         given_id = request.headers.get("x-request-id", "")
         if given_id and not _is_id(given_id):
             raise InvalidRequest(
-                f"the header x-request-id must be 1 to {_MAX_ID_CHARS} printable ASCII characters",
+                f"the header x-request-id has {len(given_id)} characters; it must have 1 to "
+                f"{_MAX_ID_CHARS}, all of them printable ASCII",
                 param="x-request-id",
             )
         timeout = request.headers.get("x-request-timeout-ms")
-        if timeout is not None and (not timeout.isdecimal() or not 0 < int(timeout) < 2**53):
+        if timeout is not None and not _is_milliseconds(timeout):
             raise InvalidRequest(
-                f"the header x-request-timeout-ms is {timeout[:40]!r}; it must be a positive whole "
-                "number of milliseconds",
+                f"the header x-request-timeout-ms is {timeout[:40]!r} ({len(timeout)} characters); "
+                f"it must be a whole number of milliseconds of 1 to {_MAX_TIMEOUT_DIGITS} digits",
                 param="x-request-timeout-ms",
             )
         seconds = None if timeout is None else int(timeout) / 1000
@@ -207,6 +212,10 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(
         f"the request body is larger than {max_bytes} bytes; send less, or raise --max-body-bytes"
     )
+
+
+def _is_milliseconds(text: str) -> bool:
+    return len(text) <= _MAX_TIMEOUT_DIGITS and text.isdecimal() and int(text) > 0
 
 
 def _is_id(text: str) -> bool:

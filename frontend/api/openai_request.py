@@ -1,61 +1,24 @@
-"""OpenAI bodies as requests of the frontend: parsing, and refusing by name what is not served."""
+"""OpenAI bodies as requests of the frontend: parsing, and the words for what is wrong with them."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
-from types import MappingProxyType
+import reprlib
 from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from frontend.api.not_served import refuse_unserved
 from frontend.api.openai_schema import ChatBody, CompletionBody, GenerationBody, Message
 from frontend.request import Chat, Decoding, Options, Prompt, Sampling, TextRequest
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
-_LOG = logging.getLogger("tidemill.frontend.http")
 Parsed = TypeVar("Parsed", bound=BaseModel)
-
-_NOT_SERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "response_format": ({"type": "text"},),
-        "suffix": ("",),
-        "use_beam_search": (False,),
-        "length_penalty": (1.0,),
-        "structured_outputs": (),
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "json_schema": (),
-        "regex": (),
-        "ebnf": (),
-        "allowed_token_ids": ([],),
-        "bad_words": ([],),
-        "logits_processors": ([],),
-        "lora_path": (),
-        "lora_request": (),
-        "modalities": (["text"],),
-        "audio": (),
-        "prompt_embeds": (),
-        "kv_transfer_params": (),
-        "chat_template": (),
-        "documents": ([],),
-        "thinking_token_budget": (),
-        "return_tokens_as_token_ids": (False,),
-        "truncation_side": ("left",),
-    }
-)
-"""Known parameters that this build does not serve, with the values that ask for nothing."""
 
 
 def parse(body: bytes, kind: type[Parsed]) -> Parsed:
-    """The body as `kind`. Raises InvalidRequest naming the field, or saying that it is no JSON."""
+    """The body as `kind`. Raises InvalidRequest naming the field, or saying that it is no JSON,
+    and Unsupported naming a parameter that other servers know."""
     try:
         loaded = orjson.loads(body)
     except orjson.JSONDecodeError as failure:
@@ -68,12 +31,14 @@ def parse(body: bytes, kind: type[Parsed]) -> Parsed:
             reason="INVALID_JSON",
         )
     try:
-        return kind.model_validate(loaded)
+        parsed = kind.model_validate(loaded)
     except ValidationError as failure:
         first = failure.errors(include_url=False, include_context=False)[0]
         param = _path(first["loc"])
         given = "" if first["type"] == "missing" else f" (got {_short(first['input'])})"
         raise InvalidRequest(f"{param}: {first['msg']}{given}", param=param) from failure
+    refuse_unserved(parsed)
+    return parsed
 
 
 def to_completion(body: CompletionBody) -> TextRequest:
@@ -87,7 +52,7 @@ def to_chat(body: ChatBody) -> TextRequest:
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    options = _options(body, logprobs=logprobs, max_tokens=body.max_completion_tokens)
+    options = _options(body, logprobs=logprobs)
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs["reasoning_effort"] = body.reasoning_effort
@@ -124,9 +89,7 @@ def _options(
     *,
     logprobs: int | None,
     echo: bool = False,
-    max_tokens: int | None = None,
 ) -> Options:
-    _refuse_unserved(body)
     n = 1 if body.n is None else body.n
     if body.best_of not in (None, n):
         raise Unsupported(
@@ -141,10 +104,12 @@ def _options(
         )
     stop = body.stop or ()
     stream_options = body.stream_options
+    if stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
     return Options(
         model=body.model or "",
         n=n,
-        sampling=_sampling(body, max_tokens),
+        sampling=_sampling(body),
         decoding=_decoding(body),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
@@ -158,11 +123,13 @@ def _options(
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
-        emit_canvas=bool(body.stream and stream_options and stream_options.include_canvas),
+        emit_canvas=bool(stream_options and stream_options.include_canvas),
+        user=body.user or "",
     )
 
 
-def _sampling(body: GenerationBody, max_tokens: int | None) -> Sampling:
+def _sampling(body: GenerationBody) -> Sampling:
+    max_tokens, min_tokens = body.max_completion_tokens, body.min_tokens
     return Sampling(
         temperature=body.temperature,
         top_p=body.top_p,
@@ -174,7 +141,7 @@ def _sampling(body: GenerationBody, max_tokens: int | None) -> Sampling:
         logit_bias=body.logit_bias or {},
         seed=None if body.seed is None else body.seed & (2**64 - 1),
         max_tokens=body.max_tokens if max_tokens is None else max_tokens,
-        min_tokens=body.min_tokens,
+        min_tokens=body.min_new_tokens if min_tokens is None else min_tokens,
     )
 
 
@@ -187,14 +154,6 @@ def _decoding(body: GenerationBody) -> Decoding:
         if value is not None:
             params[name] = value
     return Decoding(method=given.method if given else None, params=params)
-
-
-def _refuse_unserved(body: BaseModel) -> None:
-    for name, value in (body.model_extra or {}).items():
-        if name not in _NOT_SERVED:
-            _LOG.debug("ignored the unknown parameter %s", name)
-        elif value is not None and value not in _NOT_SERVED[name]:
-            raise Unsupported(f"{name} is not served by this build; leave it out", param=name)
 
 
 def _prompts(given: object) -> tuple[Prompt, ...]:
@@ -224,10 +183,14 @@ def _to_message(index: int, message: Message) -> dict[str, Any]:
     """A message with plain text content; what else it carries is the template's to read."""
     content, place = message.content, f"messages[{index}]"
     beside = {k: value for k, value in (message.model_extra or {}).items() if value is not None}
-    if beside.get("tool_calls"):
-        calls = beside["tool_calls"]
+    calls = beside.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise InvalidRequest(
+            f"{place}.tool_calls must be a list (got {_short(calls)})", param=f"{place}.tool_calls"
+        )
+    if calls:
         beside["tool_calls"] = [with_arguments(call, f"{place}.tool_calls") for call in calls]
-    elif content is None:
+    elif content in (None, []):
         raise InvalidRequest(f"{place}.content is missing", param=f"{place}.content")
     if isinstance(content, list):
         content = "\n".join(_to_text(part, f"{place}.content") for part in content)
@@ -269,5 +232,5 @@ def _path(loc: tuple[int | str, ...]) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = reprlib.repr(value)  # repr itself fails on what is nested 1000 times
     return text if len(text) <= 80 else text[:77] + "..."

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from frontend.choice import TextDelta, TextLogprob
-from frontend.generation import Generation
 from frontend.messages import Usage
 from frontend.served import ServedModel
 
@@ -35,22 +34,18 @@ def chat_logprobs(entries: Sequence[TextLogprob]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(entries: Sequence[TextLogprob], offset: int) -> dict[str, Any]:
-    """`logprobs` of a completion choice; `offset` is where the first token's text begins."""
-    offsets = []
-    for entry in entries:
-        offsets.append(offset)
-        offset += len(entry.token)
+def completion_logprobs(entries: Sequence[TextLogprob]) -> dict[str, Any]:
+    """`logprobs` of a completion choice."""
     return {
-        "tokens": [entry.token for entry in entries],
+        "tokens": [_name_of(entry) for entry in entries],
         "token_logprobs": [value_of(entry) for entry in entries],
         "top_logprobs": [
             None
             if entry.logprob is None
-            else {other.token: value_of(other) for other in (*entry.top, entry)}
+            else {_name_of(other): value_of(other) for other in (*entry.top, entry)}
             for entry in entries
         ],
-        "text_offset": offsets,
+        "text_offset": [entry.offset for entry in entries],
     }
 
 
@@ -91,10 +86,13 @@ def canvas_text(delta: TextDelta, model: ServedModel) -> str:
     return "".join("\u2591" if i == mask else piece(i).text for i in canvas.token_ids)
 
 
-def prompt_scores_of(generation: Generation, index: int) -> list[dict[str, Any] | None] | None:
-    """Scores of the prompt of choice `index`, or None where nobody asked."""
-    entries = generation.choices[index].prompt_logprobs
-    return prompt_logprobs(entries) if entries else None
+def _name_of(entry: TextLogprob) -> str:
+    """The token's text; half a character has none, so its bytes name it, as OpenAI writes them."""
+    try:
+        entry.content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.content)
+    return entry.token
 
 
 def _chat_entry(entry: TextLogprob) -> dict[str, Any]:

@@ -1,16 +1,17 @@
 """The bodies of the OpenAI-compatible routes, with the extensions other servers taught users.
 
-Shapes only: values are checked by frontend.validation and by the engine. Unknown fields are kept
-aside (`model_extra`), so that openai_request.py can refuse what is known but not served.
+Shapes only: values are checked by frontend.validation and by the engine. Numbers and flags are
+strict: true is no 1 and "5" no 5. Fields that are not named here are kept aside (`model_extra`), so
+that not_served.py can refuse those that other servers know.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
 
-Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Int32 = Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)]
 
 
 class Body(BaseModel):
@@ -22,16 +23,22 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """`stream_options`; only for streams."""
 
-    include_usage: bool | None = None
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: StrictBool | None = None
     """Send one last chunk with the usage and no choices."""
-    continuous_usage_stats: bool | None = None
+    continuous_usage_stats: StrictBool | None = None
     """Send the usage up to now with every chunk."""
-    include_canvas: bool | None = None
+    include_canvas: StrictBool | None = None
     """Diffusion: send the tentative state of the block in chunks with a `canvas` and no choices."""
+    include_obfuscation: Literal[False] | None = None
+    """OpenAI's padding against observers of packet sizes; it is not served."""
 
 
 class DecodingBody(Body):
     """`decoding`: a method of the engine and its knobs."""
+
+    model_config = ConfigDict(extra="forbid")
 
     method: str | None = None
     params: dict[str, Any] | None = None
@@ -41,44 +48,50 @@ class GenerationBody(Body):
     """What completions and chat completions share. null is the same as leaving a field out."""
 
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: StrictFloat | None = None
+    top_p: StrictFloat | None = None
     top_k: Int32 | None = None
     """0 or -1 turns the filter off."""
-    min_p: float | None = None
-    n: int | None = None
-    best_of: int | None = None
+    min_p: StrictFloat | None = None
+    n: StrictInt | None = None
+    best_of: StrictInt | None = None
     max_tokens: Int32 | None = None
+    max_completion_tokens: Int32 | None = None
+    """Another name of max_tokens; goes before it."""
     min_tokens: Int32 | None = None
+    min_new_tokens: Int32 | None = None
+    """Another name of min_tokens, which goes before it."""
     stop: str | list[str] | None = None
     """Up to 16 strings of up to 1024 characters; they are cut from the text."""
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    stop_token_ids: list[StrictInt] | None = None
+    include_stop_str_in_output: StrictBool | None = None
+    ignore_eos: StrictBool | None = None
+    seed: StrictInt | None = None
+    presence_penalty: StrictFloat | None = None
+    frequency_penalty: StrictFloat | None = None
+    repetition_penalty: StrictFloat | None = None
+    logit_bias: dict[int, StrictFloat] | None = None
     """Keys are token ids, written as strings."""
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: StrictInt | None = None
+    skip_special_tokens: StrictBool | None = None
+    add_special_tokens: StrictBool | None = None
+    spaces_between_special_tokens: StrictBool | None = None
+    truncate_prompt_tokens: StrictInt | None = None
     """Keep the last tokens of the prompt only; -1 keeps what fits."""
-    stream: bool | None = None
+    stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
+    return_token_ids: StrictBool | None = None
     priority: Int32 | None = None
     """Higher runs sooner."""
     cache_salt: str | None = None
+    """Up to 1024 characters; prompts with different salts never share cached pages."""
     user: str | None = None
+    """Whom the client serves; written to the request's log line, and without any other effect."""
     decoding: DecodingBody | None = None
     """Decoding method and its knobs; unknown knobs are refused by the engine."""
-    threshold: float | None = None
+    threshold: StrictFloat | None = None
     """Block diffusion: the same as decoding.params.threshold."""
-    steps: int | None = None
+    steps: StrictInt | None = None
     """Block diffusion: the same as decoding.params.steps."""
     remasking: str | None = None
     """Block diffusion: the same as decoding.params.remasking."""
@@ -89,9 +102,13 @@ class CompletionBody(GenerationBody):
 
     prompt: Any
     """str, [str], [int] or [[int]]."""
-    logprobs: int | None = None
-    echo: bool | None = None
-    """Put the prompt in front; with logprobs its tokens are scored, max_tokens 0 only scores."""
+    logprobs: StrictInt | None = None
+    echo: StrictBool | None = None
+    """Put the prompt in front; with logprobs its tokens are scored, and max_tokens 0 only scores.
+
+    Scoring needs room for one token behind the prompt: the engine computes it, nobody sees it. So
+    the longest prompt that can be scored is one token shorter than the context.
+    """
 
 
 class Message(Body):
@@ -102,17 +119,18 @@ class Message(Body):
 
 
 class ChatBody(GenerationBody):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions. Without max_tokens an answer may fill the context."""
 
     messages: list[Message] = Field(min_length=1, max_length=10_000)
-    max_completion_tokens: Int32 | None = None
-    """Goes before max_tokens; without either, the room left in the context."""
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: StrictInt | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = None
+    """Continue the text of the last message, which must be the assistant's."""
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    parallel_tool_calls: StrictBool | None = None
+    """Without effect: as long as tools are not served there are no calls to limit."""
 
 
 class TokenizeBody(Body):
@@ -121,16 +139,16 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    add_special_tokens: StrictBool | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = None
+    return_token_strs: StrictBool | None = None
 
 
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
-    skip_special_tokens: bool | None = None
+    tokens: list[StrictInt]
+    skip_special_tokens: StrictBool | None = None

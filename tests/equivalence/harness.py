@@ -163,8 +163,7 @@ class ToyEngine:
             assert sum(span.num_logits for span in plan.spans) <= self.setup.logit_budget
             self._flights.append((plan, self.executor.launch(plan)))
         if self._flights and (plan is None or len(self._flights) > self.setup.overlaps):
-            oldest, handle = self._flights.popleft()
-            self.scheduler.apply(oldest, self.executor.collect(handle))
+            self._collect()
         self.scheduler.check_integrity()
         self.collect_output()
         return plan is not None or bool(self._flights)
@@ -208,13 +207,22 @@ class ToyEngine:
         assert [len(result.finishes) for result in self.results.values()] == [1] * len(self.results)
 
     def preempt(self, key: int) -> bool:
-        """Forces a running request out, as a shortage of pages would."""
+        """Forces a running request out, as a shortage of pages would: once no step is in flight."""
+        while self._flights:
+            self._collect()
+            self.collect_output()
         planner = self.scheduler._planner
         request = planner._running.get(key)
-        if request is None or request.in_flight or request.ending:
+        if request is None:
             return False
+        assert not request.in_flight
         planner._preempt(request)
+        self.scheduler.check_integrity()
         return True
+
+    def _collect(self) -> None:
+        oldest, handle = self._flights.popleft()
+        self.scheduler.apply(oldest, self.executor.collect(handle))
 
     def abort(self, key: int, **fields: Any) -> None:
         """Asks the scheduler to end a request."""

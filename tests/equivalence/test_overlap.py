@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 
 from engine_service.core.messages import FinishReason
+from engine_service.core.request import Request
 from engine_service.core.step import Span
-from engine_service.core.strategy import View
 from engine_service.decoding.autoregressive import Autoregressive
 from tests.equivalence.harness import AR, BLOCK, EOS, Result, Setup, ToyEngine
 from tests.equivalence.references import random_prompt, reference_ar
@@ -52,6 +52,19 @@ def test_pages_run_short_while_steps_overlap(seed: int) -> None:
     assert preemptions > 0, "the test must force preemptions"
 
 
+def test_control_a_row_that_looks_too_far_ahead_shows() -> None:
+    """It would move on beyond its last page."""
+
+    def to_the_end(self: Request) -> None:
+        self.smooth_until = self.max_len
+
+    with (
+        patch.object(Request, "look_ahead", to_the_end),
+        pytest.raises((AssertionError, IndexError)),
+    ):
+        run(0, overlaps=True)
+
+
 def finish_at_eos(overlaps: bool) -> tuple[ToyEngine, Result]:
     for seed in range(200):
         model = ToyModel(seed)
@@ -84,13 +97,13 @@ def test_the_length_is_known_ahead_and_costs_nothing() -> None:
 
 
 def test_control_a_wrong_prediction_shows() -> None:
-    """Were the span in flight expected to decide nothing, its position would be decided twice."""
+    """Were the span in flight followed by itself, its position would be decided twice."""
 
-    def nothing_decided(self: Autoregressive, view: View, span: Span) -> View:
-        return view
+    def stay(self: Autoregressive, span: Span) -> Span:
+        return span
 
     model, prompts = ToyModel(2), [[1, 2, 3], [4, 5], [6, 8, 9, 10]]
-    with patch.object(Autoregressive, "predict", nothing_decided):
+    with patch.object(Autoregressive, "advance", stay):
         engine = ToyEngine(model, Setup(overlaps=True, prefix_caching=False))
         keys = [engine.submit(prompt, 12) for prompt in prompts]
         engine.run()

@@ -10,7 +10,6 @@ import pytest
 from engine_service.core.planner import Planner
 from engine_service.core.request import Request
 from engine_service.core.step import Span, Update
-from engine_service.core.strategy import View
 from engine_service.decoding.block_diffusion import BlockDiffusion
 from tests.equivalence.harness import AR, BLOCK, Result, Setup, ToyEngine
 from tests.equivalence.references import random_knobs, random_prompt, reference_block
@@ -54,8 +53,8 @@ def test_rule_d_control_restarting_a_block_contradicts_what_was_streamed() -> No
 class ClaimsTooMuch(BlockDiffusion):
     """Pretends that a finished block's KV is final, though it was computed beside masks."""
 
-    def settle(self, view: View, span: Span, decision):  # type: ignore[no-untyped-def]
-        update = super().settle(view, span, decision)
+    def settle(self, committed_len, canvas, span: Span, decision):  # type: ignore[no-untyped-def]
+        update = super().settle(committed_len, canvas, span, decision)
         opened = update.canvas.token_ids == (MASK,) * self.mask_block
         is_full = decision is not None and opened and update.commit
         return Update(

@@ -7,6 +7,7 @@ from engine_service.kernels.activation import silu_mul, silu_mul_ref
 from engine_service.kernels.norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from engine_service.kernels.rotary import rotate, rotate_ref
 from engine_service.kernels.store_kv import store_kv, store_kv_ref
+from engine_service.kernels.weighted_rows import weighted_rows, weighted_rows_ref
 
 FORMATS = [
     (torch.float64, 1e-12),
@@ -88,3 +89,20 @@ def test_store_kv(page_size: int, head_major: bool, seed: int) -> None:
     store_kv_ref(want, x, slots)
     store_kv(pages, x, slots // page_size, slots % page_size)
     assert torch.equal(pages, want)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), FORMATS[:2], ids=str)
+@pytest.mark.parametrize("size", [(1, 1, 1), (5, 3, 8), (7, 130, 33)])
+def test_weighted_rows(
+    dtype: torch.dtype, tolerance: float, size: tuple[int, int, int], seed: int
+) -> None:
+    """Rows may be named often, and a row of another bag does not matter, whatever it holds."""
+    torch.manual_seed(seed)
+    bags, length, width = size
+    rows = torch.randn(20, width).to(dtype)
+    rows[19] = float("nan")
+    index = torch.randint(0, 19, (bags, length))
+    weights = torch.rand(bags, length).to(dtype)
+    want = weighted_rows_ref(rows, index, weights)
+    close(weighted_rows(rows, index, weights), want, tolerance)
+    assert not torch.allclose(weighted_rows(rows, index, weights + 1), want)

@@ -221,15 +221,40 @@ async def test_tokenizer_comes_in_chunks(tmp_path: object) -> None:
         assert [file.size for file in files] == [600_000, 2]
 
 
-@pytest.mark.slow
-async def test_pings_on_a_silent_generate_do_not_kill_the_connection() -> None:
-    pings = [("grpc.keepalive_time_ms", 1000), ("grpc.http2.max_pings_without_data", 0)]
+SILENCES = [4.0, pytest.param(60.0, marks=[pytest.mark.slow, pytest.mark.timeout(120)])]
+PINGS = [("grpc.keepalive_time_ms", 1000), ("grpc.http2.max_pings_without_data", 0)]
+
+
+@pytest.mark.parametrize("silence_s", SILENCES)
+async def test_pings_on_a_silent_generate_do_not_kill_the_connection(silence_s: float) -> None:
+    """A ping a second, and no message from the server before the only one."""
     async with engine(simulated_step_ms=20) as server:
         address = f"127.0.0.1:{server.port}"
-        async with grpc.aio.insecure_channel(address, pings) as channel:
+        async with grpc.aio.insecure_channel(address, PINGS) as channel:
             stub = engine_pb2_grpc.EngineServiceStub(channel)
             began = time.monotonic()
-            silent = spec(*([3] * 400), max_tokens=1)
+            silent = spec(*([3] * round(silence_s / 0.02)), max_tokens=1)
             answers = await rest(stub.Generate(pb.GenerateRequest(spec=silent)))
-            assert time.monotonic() - began > 7.5
+            assert time.monotonic() - began >= silence_s
             assert unpack(answers[-1].token_ids) == [3]
+
+
+async def test_control_pings_do_kill_the_connection_of_a_server_with_defaults() -> None:
+    async def silent(request: bytes, context: object) -> bytes:
+        await asyncio.sleep(10)
+        return request
+
+    method = grpc.unary_unary_rpc_method_handler(silent)
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("test.Silent", {"Wait": method}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", PINGS) as channel:
+            call = channel.unary_unary("/test.Silent/Wait")(b"")
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+            assert "pings" in await call.details()
+    finally:
+        await server.stop(None)

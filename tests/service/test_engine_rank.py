@@ -192,3 +192,14 @@ async def test_a_missing_model_says_what_to_do(tmp_path: Path) -> None:
         assert "config.json" in server.desk.board.snapshot.detail
     finally:
         await server.stop()
+
+
+async def test_a_missing_torch_is_named_with_the_extra(tmp_path: Path) -> None:
+    module = "tests.service.rank_without_torch"
+    server = await EngineServer.start(config(model="demo"), rank_module=module)
+    try:
+        await until(lambda: server.desk.board.state is EngineState.ERROR, 20)
+        detail = server.desk.board.snapshot.detail
+        assert "torch is not installed: pip install 'tidemill[engine]'" in detail
+    finally:
+        await server.stop()

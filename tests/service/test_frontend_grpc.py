@@ -41,6 +41,9 @@ async def test_async_client(served: Stack) -> None:
         assert await client.tokenize("hello") == [258, 111]
         assert await client.tokenize(HI) == [261, 104, 105, 32, 0xC3, 0xA9, 262]
         assert await client.detokenize([258, 111]) == "hello"
+        special = [258, 111, served.tokenizer.token_to_id("<|eos|>")]
+        assert await client.detokenize(special) == "hello"
+        assert await client.detokenize(special, skip_special_tokens=False) == "hello<|eos|>"
         (card,) = await client.list_models()
         assert (card.id, card.max_model_len) == ("fake", 512)
         assert (await client.get_model("fake")).id == "fake"

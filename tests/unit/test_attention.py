@@ -1,16 +1,14 @@
 """The grouped backend equals the span-by-span reference, and the reference its mask rule."""
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_service.attention.base import AttentionBackend, AttentionShape, LayerCache, plan_step
-from engine_service.attention.reference import visible_keys
-from engine_service.attention.sdpa import (
+from engine_service.attention.base import AttentionShape, plan_step
+from engine_service.attention.pieces import (
     MAX_MASK,
     MAX_QUERIES,
     Piece,
@@ -18,6 +16,7 @@ from engine_service.attention.sdpa import (
     group_pieces,
     read_spans,
 )
+from engine_service.attention.reference import visible_keys
 from engine_service.attention.select import create_backend, pick_backend
 from engine_service.core.step import FULL, Span
 from tests.models.paged import PageTable, causal, poisoned
@@ -37,11 +36,6 @@ def shape(page_size: int, dtype: torch.dtype = torch.float64) -> AttentionShape:
     )
 
 
-def token_major(backend: AttentionBackend, num_pages: int) -> LayerCache:
-    """Pages in the plain memory order, which every backend must accept."""
-    return AttentionBackend.empty_cache(backend, num_pages, CPU)
-
-
 def attend(
     name: str,
     table: PageTable,
@@ -50,12 +44,10 @@ def attend(
     *,
     on_host: bool = True,
     dtype: torch.dtype = torch.float64,
-    new_cache: Callable[[AttentionBackend, int], LayerCache] | None = None,
 ) -> list[torch.Tensor]:
     """Outputs of all steps; keys and values depend only on step and span."""
     backend = create_backend(name, shape(table.page_size, dtype))
-    empty = new_cache or (lambda made, pages: made.empty_cache(pages, CPU))
-    cache = poisoned(empty(backend, table.num_pages))
+    cache = poisoned(backend.empty_cache(table.num_pages, CPU))
     generator = torch.Generator().manual_seed(7)
     outputs = []
     for spans in steps:
@@ -93,19 +85,17 @@ def random_steps(draw: random.Random, num_rows: int, max_len: int) -> list[list[
     page_size=st.sampled_from([1, 2, 4, 16]),
     window=st.sampled_from([None, None, 1, 5, 40]),
     on_host=st.booleans(),
-    layout=st.sampled_from([None, token_major]),
 )
 def test_sdpa_equals_reference(
     seed: int,
     page_size: int,
     window: int | None,
     on_host: bool,
-    layout: Callable[[AttentionBackend, int], LayerCache] | None,
 ) -> None:
     steps = random_steps(random.Random(seed), 4, 96)
     table = PageTable(4, 96, page_size, seed)
     want = attend("reference", table, steps, window)
-    got = attend("sdpa", table, steps, window, on_host=on_host, new_cache=layout)
+    got = attend("sdpa", table, steps, window, on_host=on_host)
     for left, right in zip(got, want, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-9)
 

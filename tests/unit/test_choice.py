@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.choice import Choice, PromptView, TextDelta
+from frontend.choice import Choice, PromptScores, PromptView, TextDelta
 from frontend.messages import Delta, Finish, FinishReason, Timings, TokenLogprobs, Usage
-from frontend.request import Options, Sampling
+from frontend.request import Options, Sampling, TextRequest
 from frontend.tokenizer import TextTokenizer
 from tests.service.frontends import write_tokenizer
 
@@ -132,3 +132,52 @@ def test_scoring_alone_shows_no_generated_token(tokenizer: TextTokenizer) -> Non
     assert (total.text, total.token_ids, total.finish_reason) == ("hi", [], "length")
     assert len(total.logprobs) == 2
     assert choice.num_tokens == 0
+
+
+def tokens_of(text: str) -> list[int]:
+    return list(text.encode())
+
+
+@pytest.mark.parametrize("stop", [(), ("zz",)])
+@pytest.mark.parametrize("step", [1, 2, 9])
+def test_offsets_are_those_of_the_text(
+    tokenizer: TextTokenizer, stop: tuple[str, ...], step: int
+) -> None:
+    """Half characters begin where their character begins; the text has 9 characters."""
+    text = "é: \N{DOLPHIN}é!é"
+    ids = tokens_of(text)
+    prompt = PromptView(tokens_of("Rö"), "Rö")
+    choice = Choice(0, prompt, tokenizer, Options(logprobs=0, stop=stop))
+    deltas = [Delta(0, ids[i : i + step], scored(ids[i : i + step])) for i in range(0, 99, step)]
+    total = run(choice, [one for one in deltas if one.token_ids])
+    expected = [2 + len(bytes(ids[:i]).decode(errors="ignore")) for i in range(len(ids))]
+    assert [entry.offset for entry in total.logprobs] == expected
+    assert expected[:3] == [2, 2, 3]
+    broken = [2 + len(bytes(ids[:i]).decode(errors="replace")) for i in range(len(ids))]
+    assert broken != expected, "the check would not notice characters counted per byte"
+
+
+def test_offsets_of_an_echoed_prompt_skip_added_special_tokens(tokenizer: TextTokenizer) -> None:
+    bos, user = 260, 261
+    ids = [bos, *tokens_of("é"), user, 33]
+    prompt = PromptView(ids, "é<|user|>!")
+    choice = Choice(0, prompt, tokenizer, Options(logprobs=0, echo=True))
+    delta = Delta(0, [65], scored([65]), prompt_logprobs=scored(ids[1:]), finish=finish())
+    total = run(choice, [delta])
+    assert [entry.offset for entry in total.logprobs] == [0, 0, 0, 1, 9, 10]
+    assert total.text == "é<|user|>!A"
+
+
+def test_prompt_scores_are_given_out_once_and_with_the_first_tokens(
+    tokenizer: TextTokenizer,
+) -> None:
+    options = Options(prompt_logprobs=0)
+    choices = [Choice(i, PromptView([104, 105], "hi"), tokenizer, options) for i in range(2)]
+    scores = PromptScores(choices, TextRequest(prompts=("hi",), options=options))
+    choices[0].feed(Delta(0, [65], prompt_logprobs=scored([105])))
+    assert scores.take(TextDelta(0)) == []
+    assert [entry.token_id for entry in scores.take(TextDelta(0, token_ids=[65]))] == [104, 105]
+    assert scores.take(TextDelta(0, token_ids=[66])) == []
+    assert [e.token_id for e in scores.take(TextDelta(1, finish_reason="abort"))] == [104]
+    unasked = PromptScores(choices, TextRequest(prompts=("hi",), options=Options()))
+    assert unasked.take(TextDelta(0, token_ids=[65])) == unasked.all_of(0) == []

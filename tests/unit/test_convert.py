@@ -223,8 +223,46 @@ def test_large_steps_are_split() -> None:
     assert len(logged) == 100_000
 
 
+def slow_reader(num_scores: int) -> StepRows:
+    """What a reader that slept has to get: many scores of its prompt, and tokens behind them."""
+    scores = [TokenLogprobs(tuple(range(20)), (-1.0,) * 20, 1)] * num_scores
+    rows = step(1, {0: [1, 2, 3], 1: [4]}, (0, 1))
+    return rows._replace(canvas=[], prompt_logprobs=[(0, 1, scores)])
+
+
+@pytest.mark.parametrize("num_scores", [3, 60_000])
+def test_large_generate_responses_are_split(num_scores: int) -> None:
+    answers = list(responses(slow_reader(num_scores)))
+    assert (len(answers) > 2) == (num_scores > 3)
+    assert all(one.ByteSize() <= 4 << 20 for one in answers)
+    at, tokens = 1, b""
+    for one in (one for one in answers if one.index == 0):
+        if one.prompt_logprobs:
+            assert one.prompt_logprobs_start == at
+            assert not tokens, "a token came before the prompt was scored"
+        at += len(one.prompt_logprobs)
+        tokens += one.token_ids
+    assert (at, tokens) == (num_scores + 1, pack([1, 2, 3]))
+    assert [one.index for one in answers if one.HasField("finish")] == [0, 1]
+
+
+def test_scores_of_a_prompt_go_before_tokens_in_a_session_too() -> None:
+    frames = [frame.step for frame in step_frames(slow_reader(60_000))]
+    assert len(frames) > 1
+    first = next(i for i, one in enumerate(frames) if any(one.counts))
+    assert not any(one.prompt_logprobs for one in frames[first + 1 :])
+
+
+def test_long_names_are_refused_with_their_length() -> None:
+    for name, most in (("cache_salt", 1024), ("request_id", 256)):
+        to_submit(pb.GenerateSpec(**{name: "é" * most}))
+        with pytest.raises(InvalidRequest, match=f"{name} has {most + 1} .* {most}") as caught:
+            to_submit(pb.GenerateSpec(**{name: "é" * (most + 1)}))
+        assert caught.value.param == name
+
+
 def test_generate_responses() -> None:
-    answers = responses(step(1, {0: [4, 5], 1: [6]}, (1,)))
+    answers = list(responses(step(1, {0: [4, 5], 1: [6]}, (1,))))
     assert [(one.index, one.token_ids) for one in answers] == [(0, pack([4, 5])), (1, pack([6]))]
     assert answers[0].prompt_logprobs_start == 1
     assert not answers[0].HasField("finish")

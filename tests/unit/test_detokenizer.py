@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from frontend.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from frontend.tokenizer import TextTokenizer
-from tests.service.frontends import byte_tokenizer, write_tokenizer
+from tests.service.frontends import SPECIALS, byte_tokenizer, write_tokenizer
 from tidemill.runtime.errors import FailedPrecondition
 
 RAW = byte_tokenizer()
@@ -22,6 +23,15 @@ TEXTS = st.text(
     st.one_of(st.characters(exclude_categories=("Cs",)), st.sampled_from("hello wor é世🌊")),
     max_size=40,
 )
+
+
+def bounded() -> TextTokenizer:
+    with TemporaryDirectory() as name:
+        write_tokenizer(Path(name))
+        return TextTokenizer(Path(name))
+
+
+BOUNDED = bounded()
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +164,19 @@ def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(FailedPrecondition, match="not a tokenizer"):
         TextTokenizer(tmp_path)
+
+
+@given(text=TEXTS)
+def test_no_text_has_fewer_tokens_than_its_length_tells(text: str) -> None:
+    """Prompts are refused by this bound without being encoded; one token more would be wrong."""
+    tokenizer = BOUNDED
+    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_the_bound_of_a_long_text_is_worth_something(fallback: TextTokenizer) -> None:
+    longest = max(len(name) for name in SPECIALS)
+    assert BOUNDED.least_tokens("a" * 10_000) == 10_000 // longest
+    name = max(SPECIALS, key=len)
+    assert BOUNDED.least_tokens(name * 50) == 50  # the tightest case: a larger bound were wrong
+    assert len(BOUNDED.encode(name * 50, add_special_tokens=False)) == 50
+    assert fallback.least_tokens("a" * 10_000) == 0, "nothing is known of this vocabulary"

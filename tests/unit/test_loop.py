@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections import deque
 from typing import Any
 
@@ -21,6 +22,7 @@ from engine_service.core.messages import (
     Submit,
 )
 from engine_service.core.params import DecodingChoice, SamplingParams
+from engine_service.core.step import StepPlan
 from tests.equivalence.harness import Setup, ToyEngine
 from tests.equivalence.references import reference_ar
 from tests.fakes import ToyModel
@@ -127,6 +129,43 @@ def test_heartbeats_carry_the_load_while_idle() -> None:
     (beat,) = wire.sent
     assert isinstance(beat, StepOutput)
     assert (beat.keys, beat.load.running, beat.load.pages_total) == ([], 0, 64)
+
+
+def test_host_time_counts_what_the_loop_does_but_not_its_executor_or_its_waiting() -> None:
+    def burn() -> None:
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+
+    wire = Wire([submit(1, [1], 3)], [], [], [], [])
+    loop, engine = build(wire)
+    real = engine.executor.launch
+
+    def launch(plan: StepPlan) -> Any:
+        burn()
+        return real(plan)
+
+    engine.executor.launch = launch  # type: ignore[method-assign]
+    for _ in range(5):
+        loop.turn()
+    outputs = [event.load for event in wire.sent if isinstance(event, StepOutput)]
+    assert [load.steps for load in outputs] == [1, 2, 3]
+    # An output goes out before its own turn is over, so it carries the time of the turns before.
+    assert outputs[0].host_ns == 0 < outputs[1].host_ns < outputs[2].host_ns < 0.02e9
+
+    schedule = engine.scheduler.schedule
+
+    def slow_schedule() -> StepPlan | None:
+        burn()
+        return schedule()
+
+    engine.scheduler.schedule = slow_schedule  # type: ignore[method-assign]
+    wire.batches.append([submit(2, [1], 2)])
+    for _ in range(2):
+        loop.turn()
+    last = [event.load for event in wire.sent if isinstance(event, StepOutput)][-1]
+    assert last.steps == 5
+    assert last.host_ns > 0.02e9
 
 
 def test_shutdown_answers_everybody_and_ends_the_run() -> None:

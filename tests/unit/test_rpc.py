@@ -46,7 +46,39 @@ async def test_bugs_are_internal_and_long_texts_are_cut() -> None:
     got = await travelled(KeyError("oops"))
     assert got.grpc_code == 13
     assert "KeyError" in got.message
-    assert len((await travelled(errors.NotFound("x" * 9999))).message) == 2048
+    assert len((await travelled(errors.NotFound("x" * 9999))).message) == 1024
+
+
+@pytest.mark.parametrize("text", ["x" * 20_000, "\N{DOLPHIN}" * 2100, "é" * 9000, "\ud800" * 9000])
+async def test_long_words_of_any_script_arrive_through_a_real_call(text: str) -> None:
+    """A status that is too large for HTTP/2 headers would reach the client as another error."""
+    facts = {f"fact {i} {text}": text for i in range(20)}
+    refused = errors.InvalidRequest(text, param=text, retry_after_ms=5, facts={"k": "v", **facts})
+
+    async def refuse(request: bytes, context: grpc.aio.ServicerContext) -> None:
+        async with answering(context):
+            raise refused
+
+    handler = grpc.unary_unary_rpc_method_handler(refuse)
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", {"m": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/s/m")(b"")
+    await server.stop(None)
+    got = to_error(caught.value)
+    assert isinstance(got, errors.InvalidRequest)
+    sent = text.replace("\ud800", "?")
+    assert sent.startswith(got.message)
+    assert 1020 <= len(got.message.encode()) <= 1024
+    assert got.param
+    assert sent.startswith(got.param)
+    assert len(got.param.encode()) <= 256
+    assert got.facts["k"] == "v"
+    assert all(len(value.encode()) <= 256 for value in got.facts.values())
+    assert got.retry_after_ms == 5
 
 
 def test_a_bad_field_is_named_in_bad_request() -> None:

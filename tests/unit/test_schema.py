@@ -5,9 +5,19 @@ from __future__ import annotations
 import json
 
 import pytest
+from pydantic import BaseModel
 
+from frontend.api.not_served import NOT_SERVED, OF_CHATS, OF_COMPLETIONS, OTHER_NAMES
 from frontend.api.openai_request import parse, to_chat, to_completion
-from frontend.api.openai_schema import ChatBody, CompletionBody
+from frontend.api.openai_schema import (
+    ChatBody,
+    CompletionBody,
+    DecodingBody,
+    DetokenizeBody,
+    GenerationBody,
+    StreamOptions,
+    TokenizeBody,
+)
 from frontend.request import Chat
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
@@ -114,6 +124,23 @@ def test_other_prompts_are_refused(prompt: object) -> None:
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        *(
+            ({"messages": [{"role": "assistant", "tool_calls": calls}]}, "messages[0].tool_calls")
+            for calls in (5, "f", {"a": 1}, True, [5], [{"function": 3}], [None])
+        ),
+        ({"n": True}, "n"),
+        ({"n": "2"}, "n"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
+        ({"logit_bias": {"5": True}}, "logit_bias"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"usage": 1}}, "stream_options.usage"),
+        ({"decoding": {"threshold": 0.5}}, "decoding.threshold"),
     ],
 )
 def test_wrong_values_name_their_field(fields: dict[str, object], param: str) -> None:
@@ -135,6 +162,16 @@ def test_wrong_values_name_their_field(fields: dict[str, object], param: str) ->
         {"bad_words": ["x"]},
         {"suffix": "end"},
         {"chat_template": "{{ x }}"},
+        {"guided_json": {}},
+        {"structured_outputs": {"regex": "a"}},
+        {"stop_regex": "a"},
+        {"grammar": "a"},
+        {"ebnf": "a"},
+        {"echo": True},
+        {"store": True},
+        {"max_new_tokens": 5},
+        {"request_id": "mine"},
+        {"typical_p": 0.5},
     ],
 )
 def test_what_is_not_served_is_refused_by_name(fields: dict[str, object]) -> None:
@@ -145,7 +182,7 @@ def test_what_is_not_served_is_refused_by_name(fields: dict[str, object]) -> Non
 
 def test_neutral_values_and_unknown_fields_pass() -> None:
     assert chat(tools=[], tool_choice="auto", response_format={"type": "text"}, n=1, best_of=1)
-    assert chat(invented_by_an_agent={"a": 1}, store=True, parallel_tool_calls=True)
+    assert chat(invented_by_an_agent={"a": 1}, store=False, parallel_tool_calls=True)
 
 
 def test_chat_options() -> None:
@@ -185,3 +222,113 @@ def test_bodies_that_are_not_json_objects(body: bytes) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse(body, CompletionBody)
     assert caught.value.reason == "INVALID_JSON"
+
+
+def test_what_completions_do_not_know_is_refused_with_what_to_use() -> None:
+    with pytest.raises(
+        Unsupported, match="top_logprobs is not served here; use logprobs"
+    ) as caught:
+        completion(top_logprobs=2)
+    assert caught.value.param == "top_logprobs"
+    with pytest.raises(InvalidRequest, match=r"logprobs: .*valid integer.*True"):
+        completion(logprobs=True)
+    assert completion(top_logprobs=None, add_generation_prompt=False) == completion()
+
+
+def test_other_names_mean_the_same() -> None:
+    assert completion(max_completion_tokens=7).options.sampling.max_tokens == 7
+    assert completion(min_new_tokens=2).options.sampling.min_tokens == 2
+    assert completion(min_new_tokens=2, min_tokens=1).options.sampling.min_tokens == 1
+
+
+@pytest.mark.parametrize("body", [TokenizeBody, DetokenizeBody])
+def test_the_other_routes_refuse_too(body: type[BaseModel]) -> None:
+    with pytest.raises(Unsupported) as caught:
+        parse(b'{"tokens": [1], "prompt": "a", "tools": [{}]}', body)
+    assert caught.value.param == "tools"
+
+
+# ---------------------------------------------------------------- completeness
+
+EXAMPLES: dict[str, object] = {
+    "model": "m", "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.5, "n": 2,
+    "max_tokens": 3, "max_completion_tokens": 3, "min_tokens": 1, "min_new_tokens": 1,
+    "stop": "x", "stop_token_ids": [3], "include_stop_str_in_output": True, "ignore_eos": True,
+    "seed": 3, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 2.0,
+    "logit_bias": {"3": 1.0}, "prompt_logprobs": 1, "skip_special_tokens": False,
+    "add_special_tokens": False, "truncate_prompt_tokens": 3, "priority": 3, "cache_salt": "x",
+    "user": "x", "decoding": {"method": "x"}, "threshold": 0.5, "steps": 3, "remasking": "x",
+}  # fmt: skip
+"""A value for each field of a body that changes the request behind it."""
+
+OF_COMPLETION = {**EXAMPLES, "prompt": "other", "logprobs": 1, "echo": True}
+OF_CHAT = {
+    **EXAMPLES,
+    "messages": [{"role": "user", "content": "other"}],
+    "logprobs": True,
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+    "chat_template_kwargs": {"a": 1},
+    "reasoning_effort": "low",
+}
+REFUSED = {"best_of": 3, "spaces_between_special_tokens": False}
+OF_THE_ANSWER = {
+    "stream": "test_frontend_openai: events instead of one object",
+    "stream_options": "test_frontend_openai, and below",
+    "return_token_ids": "test_frontend_openai: more in the answer",
+    "top_logprobs": "test_chat_options: needs logprobs",
+    "parallel_tool_calls": "without effect, and the schema says so",
+}
+
+
+def dropped(body: type[GenerationBody], examples: dict[str, object]) -> list[str]:
+    """Fields of a body that neither change the request nor are refused."""
+    ask = chat if body is ChatBody else completion
+    found = []
+    for name in body.model_fields:
+        if name in OF_THE_ANSWER:
+            continue
+        try:
+            if name not in {**examples, **REFUSED} or ask() == ask(
+                **{name: {**examples, **REFUSED}[name]}
+            ):
+                found.append(name)
+        except Unsupported as refused:
+            assert refused.param == name
+    return found
+
+
+def test_every_field_of_the_bodies_does_something() -> None:
+    assert dropped(CompletionBody, OF_COMPLETION) == []
+    assert dropped(ChatBody, OF_CHAT) == []
+    for name, value in {"include_canvas": True}.items():
+        streamed = completion(stream=True, stream_options={name: value})
+        assert streamed != completion(stream=True)
+    shown = {"include_usage", "continuous_usage_stats"}  # test_frontend_openai
+    assert set(StreamOptions.model_fields) == {"include_canvas", "include_obfuscation", *shown}
+    with pytest.raises(InvalidRequest, match="include_obfuscation"):
+        completion(stream=True, stream_options={"include_obfuscation": True})
+    assert set(DecodingBody.model_fields) == {"method", "params"}
+
+
+def test_the_check_notices_a_dropped_field() -> None:
+    """Negative control: a new field that nobody reads."""
+
+    class Longer(CompletionBody):
+        invented: int | None = None
+
+    assert dropped(Longer, OF_COMPLETION) == ["invented"]
+    assert dropped(Longer, {**OF_COMPLETION, "invented": 5}) == ["invented"]
+
+
+def test_each_route_refuses_what_only_the_other_knows() -> None:
+    completions, chats = set(CompletionBody.model_fields), set(ChatBody.model_fields)
+    assert chats - completions == set(OF_COMPLETIONS)
+    assert completions - chats == set(OF_CHATS)
+    refused = {*NOT_SERVED, *OTHER_NAMES}
+    assert not refused & (completions | chats), "a served field is in a table of refused ones"
+    for name in refused:
+        for ask in (completion, chat):
+            with pytest.raises(Unsupported) as caught:
+                ask(**{name: "asks for something"})
+            assert caught.value.param == name

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from engine_service.__main__ import StateLog
 from engine_service.core.messages import Load
 from engine_service.core.params import ResolvedSampling
 from engine_service.core.step import EMPTY_CANVAS, NewRow, Span, StepPlan
@@ -80,6 +81,28 @@ async def test_a_watcher_sees_the_snapshot_and_the_last_state() -> None:
     await asyncio.wait_for(watcher, 1)
     assert seen[0] is S.LOADING
     assert seen[-1] is S.SHUTDOWN
+
+
+def test_the_log_has_one_line_per_stage_and_state(caplog: pytest.LogCaptureFixture) -> None:
+    log, made = StateLog(), StateBoard()
+    with caplog.at_level("INFO", "tidemill.engine"):
+        made.move(S.LOADING, "starting the core process")
+        log(made.snapshot)
+        for done in range(1, 69):
+            made.move(S.LOADING, f"weights {done}/68")
+            log(made.snapshot)
+        made.move(S.READY, "finished: none yet")
+        for load in (IDLE, BUSY, IDLE):
+            log(made.snapshot)
+            made.observe(load, f"finished: length={load.running}")
+        made.move(S.ERROR, "the core died")
+        log(made.snapshot)
+    assert caplog.messages == [
+        "loading: starting the core process",
+        "loading: weights 1/68",
+        "ready: finished: none yet",
+        "error: the core died",
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_service.core.step import EMPTY_CANVAS, Canvas, Decision, Span
+from engine_service.core.step import EMPTY_CANVAS, Canvas, Decision, Span, Update
 from engine_service.core.strategy import Budget, DecodeStrategy, View
 from engine_service.decoding import strategies
 from engine_service.decoding.autoregressive import Autoregressive
@@ -35,6 +35,11 @@ def start(strategy: DecodeStrategy, prompt_len: int, *, scored: bool = False) ->
     return View(0, prompt_len, prompt_len, 0, canvas, params, 1 if scored else prompt_len)
 
 
+def settle(strategy: DecodeStrategy, view: View, span: Span, decision: Decision | None) -> Update:
+    """What the decision does to a request that looks like `view`."""
+    return strategy.settle(view.committed_len, view.canvas, span, decision)
+
+
 @pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
 @pytest.mark.parametrize("budget", [Budget(0, 64), Budget(0, 0), Budget(-3, 64)])
 def test_rule_a_without_budget_there_is_no_span(strategy: DecodeStrategy, budget: Budget) -> None:
@@ -51,7 +56,7 @@ def test_the_smallest_budget_always_makes_progress(strategy: DecodeStrategy) -> 
         assert span.stop > span.start
         if span.decide_stop > span.decide_start:
             break
-        update = strategy.settle(view, span, None)
+        update = settle(strategy, view, span, None)
         assert update.num_cached == span.stop
         view = view._replace(num_cached=update.num_cached)
     assert span is not None
@@ -94,7 +99,7 @@ def test_rule_b_a_due_decision_always_has_its_logits(
             assert span.start <= span.score_start - 1 < span.score_stop - 1 <= span.stop
             scores += range(span.score_start, span.score_stop)
             view = view._replace(score_from=span.score_stop)
-        update = strategy.settle(view, span, decide(rng, view, span))
+        update = settle(strategy, view, span, decide(rng, view, span))
         tokens += update.commit
         committed_len = view.committed_len + len(update.commit)
         view = view._replace(
@@ -104,6 +109,34 @@ def test_rule_b_a_due_decision_always_has_its_logits(
             break
     assert tokens == [1000 + prompt_len + i for i in range(len(tokens))]
     assert scores == (list(range(1, prompt_len)) if scored else [])
+
+
+@pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
+@pytest.mark.parametrize("scored", [False, True])
+def test_advance_says_what_plan_says_after_any_decision(
+    strategy: DecodeStrategy, scored: bool, seed: int
+) -> None:
+    rng = random.Random(seed)
+    scored = scored and "prompt_logprobs" in strategy.supports
+    for prompt_len in range(1, 20):
+        view = start(strategy, prompt_len, scored=scored)
+        for _ in range(6):
+            span = strategy.plan(view, Budget(64, 64))
+            assert span is not None
+            ahead = strategy.advance(span)
+            assert ahead is not None or not strategy.append_only
+            decision = decide(rng, view, span)
+            assert decision is not None
+            update = settle(strategy, view, span, decision)
+            if strategy.append_only:
+                assert update == (decision.token_ids, decision.logprobs, span.stop, view.canvas)
+            view = view._replace(
+                committed_len=view.committed_len + len(update.commit),
+                num_cached=update.num_cached,
+                canvas=update.canvas,
+                score_from=max(view.score_from, span.score_stop),
+            )
+            assert ahead in (None, strategy.plan(view, Budget(64, 64)))
 
 
 def decide(rng: random.Random, view: View, span: Span) -> Decision | None:
@@ -123,7 +156,7 @@ def test_autoregression_caches_all_but_the_newest_token() -> None:
     view = start(strategy, 5)
     span = strategy.plan(view, Budget(64, 64))
     assert span == Span(0, 0, 5, 5, 1, 5, 6)
-    update = strategy.settle(view, span, Decision([42], [True]))
+    update = settle(strategy, view, span, Decision([42], [True]))
     assert update == ([42], None, 5, EMPTY_CANVAS)
 
 
@@ -133,12 +166,12 @@ def test_block_diffusion_commits_a_prefix_and_fuses_commit_with_open() -> None:
     assert view.canvas == Canvas((MASK,) * 3, (False,) * 3)
     span = strategy.plan(view, Budget(64, 64))
     assert span == Span(0, 0, 8, 8, 4, 5, 8)
-    update = strategy.settle(view, span, Decision([MASK, 12, 13], [False, True, True]))
+    update = settle(strategy, view, span, Decision([MASK, 12, 13], [False, True, True]))
     assert update == ([], None, 4, Canvas((MASK, 12, 13), (False, True, True), 1))
     view = view._replace(num_cached=4, canvas=update.canvas)
     span = strategy.plan(view, Budget(64, 64))
     assert span == Span(0, 4, 8, 8, 4, 5, 6)
-    update = strategy.settle(view, span, Decision([11], [True]))
+    update = settle(strategy, view, span, Decision([11], [True]))
     assert update == ([11, 12, 13], None, 4, Canvas((MASK,) * 4, (False,) * 4))
     view = view._replace(committed_len=8, canvas=update.canvas)
     assert strategy.plan(view, Budget(64, 64)) == Span(0, 4, 12, 12, 4, 8, 12)
@@ -150,6 +183,6 @@ def test_a_block_is_streamed_as_its_prefix_becomes_final() -> None:
     view = start(strategy, 4)
     span = strategy.plan(view, Budget(64, 64))
     assert span is not None
-    update = strategy.settle(view, span, Decision([10, 11, MASK, 13], [True, True, False, True]))
+    update = settle(strategy, view, span, Decision([10, 11, MASK, 13], [True, True, False, True]))
     assert update.commit == [10, 11]
     assert update.canvas == Canvas((MASK, 13), (False, True), 1)

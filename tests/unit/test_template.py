@@ -102,3 +102,43 @@ def test_templates_cannot_reach_the_interpreter() -> None:
     template = ChatTemplate("{{ messages.__class__.__mro__ }}", {})
     with pytest.raises(InvalidRequest):
         template.render(chat())
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "{{ messages[9].content }}",
+        "{{ 1 // 0 }}",
+        "{{ messages[0].content.absent() }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 'a' + 1 }}",
+        "{{ [].pop() }}",
+        "{{ '{:d}'.format('a') }}",
+        "{{ {}['a'] }}{{ {}.popitem() }}",
+    ],
+)
+def test_whatever_a_template_raises_is_the_callers_fault(broken: str) -> None:
+    with pytest.raises(InvalidRequest, match="cannot render these messages: .+"):
+        ChatTemplate(broken, {}).render(chat())
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ({"role": "user", "content": "x"}, "of the role 'user'.*continues one of the role"),
+        ({"role": "system", "content": "x"}, "of the role 'system'"),
+        ({"role": "assistant", "content": "", "tool_calls": [{}]}, "calls tools"),
+    ],
+)
+def test_only_a_text_of_the_assistant_can_be_continued(last: dict[str, str], words: str) -> None:
+    flags = {"add_generation_prompt": False, "continue_final_message": True}
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        ChatTemplate(TEMPLATE, {}).render(chat([*MESSAGES, last], **flags))
+    assert caught.value.param == "continue_final_message"
+
+
+def test_an_empty_answer_is_continued_from_its_start() -> None:
+    flags = {"add_generation_prompt": False, "continue_final_message": True}
+    messages = [MESSAGES[1], {"role": "assistant", "content": ""}]
+    text = ChatTemplate(TEMPLATE, {}).render(chat(messages, **flags))
+    assert text == "<|user|>héllo\n<|assistant|>"

@@ -63,8 +63,8 @@ def _checked(behaviour: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 async def _refuse(request: Any, context: Any) -> None:
     if isinstance(request, _Malformed):
         error = InvalidRequest(
-            "malformed message: the bytes are no protobuf message of this method; "
-            "client and server may be built from different contracts",
+            "malformed message: the bytes are no protobuf message of this method; build client "
+            "and server from the same contract, and send strings in UTF-8",
             reason="MALFORMED_MESSAGE",
         )
         await abort(context, error)

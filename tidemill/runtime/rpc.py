@@ -24,7 +24,9 @@ from tidemill.runtime.errors import (
 )
 
 _DETAILS = "grpc-status-details-bin"
-_MAX_TEXT = 2048  # a status travels in HTTP/2 headers, which clients cap at 8 KiB
+_TEXT_BYTES, _NAME_BYTES, _FACTS_BYTES = 1024, 256, 1024
+"""A status travels in HTTP/2 headers, which clients cap at 8 KiB. The text counts up to four times
+and a third: once percent-encoded (grpc-message) and once in base64 (the details)."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _LOG = logging.getLogger("tidemill.rpc")
 Options = list[tuple[str, int | str]]
@@ -80,15 +82,18 @@ def bind(server: grpc.aio.Server, host: str, port: int, *, flag: str) -> int:
 
 
 def to_status(error: ServiceError) -> status_pb2.Status:
-    """google.rpc.Status with ErrorInfo, and BadRequest and RetryInfo where they apply."""
-    text = error.message[:_MAX_TEXT]
-    status = status_pb2.Status(code=error.grpc_code, message=text)
-    metadata = {**error.facts, **({"param": error.param} if error.param else {})}
+    """google.rpc.Status with ErrorInfo, and BadRequest and RetryInfo where they apply.
+
+    Long texts are cut, so that the status itself never fails; the message stands in it once.
+    """
+    status = status_pb2.Status(code=error.grpc_code, message=_cut(error.message, _TEXT_BYTES))
+    param = _cut(error.param or "", _NAME_BYTES)
+    metadata = {**({"param": param} if param else {}), **_short_facts(error.facts)}
     cause = error_details_pb2.ErrorInfo(reason=error.reason, domain="tidemill", metadata=metadata)
     status.details.add().Pack(cause)
-    if error.param is not None and error.grpc_code == 3:
+    if param and error.grpc_code == 3:
         bad = error_details_pb2.BadRequest()
-        bad.field_violations.add(field=error.param, description=text)
+        bad.field_violations.add(field=param, description=error.reason)
         status.details.add().Pack(bad)
     if error.retry_after_ms is not None:
         delay = Duration()
@@ -122,7 +127,8 @@ async def answering(context: Any) -> AsyncIterator[None]:
     except ServiceError as error:
         await abort(context, error)
     except DecodeError as failure:
-        await abort(context, InvalidRequest(f"malformed message: {failure}"))
+        text = f"malformed message: {failure}; build client and server from the same contract"
+        await abort(context, InvalidRequest(text, reason="MALFORMED_MESSAGE"))
     except Exception as bug:
         _LOG.exception("a handler failed")
         await abort(context, InternalError(f"internal error: {type(bug).__name__}: {bug}"))
@@ -130,6 +136,23 @@ async def answering(context: Any) -> AsyncIterator[None]:
 
 async def abort(context: Any, error: ServiceError) -> None:
     """Ends the call with the error's status; always raises."""
-    packed = to_status(error).SerializeToString()
-    text = error.message[:_MAX_TEXT]
-    await context.abort(_CODES[error.grpc_code], text, trailing_metadata=((_DETAILS, packed),))
+    status = to_status(error)
+    packed = ((_DETAILS, status.SerializeToString()),)
+    await context.abort(_CODES[error.grpc_code], status.message, trailing_metadata=packed)
+
+
+def _short_facts(facts: dict[str, str]) -> dict[str, str]:
+    """As many of the facts as there is room for, each cut."""
+    kept, room = {}, _FACTS_BYTES
+    for name, text in facts.items():
+        name, text = _cut(name, _NAME_BYTES), _cut(text, _NAME_BYTES)
+        room -= len(name.encode()) + len(text.encode())
+        if room < 0:
+            break
+        kept[name] = text
+    return kept
+
+
+def _cut(text: str, num_bytes: int) -> str:
+    """The longest beginning of whole characters that has at most `num_bytes` in UTF-8."""
+    return text.encode(errors="replace")[:num_bytes].decode(errors="ignore")

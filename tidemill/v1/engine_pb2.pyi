@@ -515,18 +515,22 @@ class LoadReport(_message.Message):
     def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., engine_silence_ms: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "pages_used", "pages_total", "waiting_tokens")
+    __slots__ = ("running", "waiting", "pages_used", "pages_total", "waiting_tokens", "steps", "host_ns")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PAGES_USED_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    HOST_NS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     pages_used: int
     pages_total: int
     waiting_tokens: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., waiting_tokens: _Optional[int] = ...) -> None: ...
+    steps: int
+    host_ns: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., host_ns: _Optional[int] = ...) -> None: ...
 
 class EngineLimits(_message.Message):
     __slots__ = ("max_model_len", "max_rows", "max_queued_requests", "vocab_size", "max_logprobs", "max_message_bytes")

@@ -113,7 +113,7 @@ class GenerateStreamRequest(_message.Message):
     def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., options: _Optional[_Union[TextOptions, _Mapping]] = ..., echo: _Optional[bool] = ..., suffix: _Optional[str] = ...) -> None: ...
 
 class GenerateStreamResponse(_message.Message):
-    __slots__ = ("id", "model", "created_unix_s", "choice", "usage", "timings", "canvas")
+    __slots__ = ("id", "model", "created_unix_s", "choice", "usage", "timings", "canvas", "prompt_logprobs")
     ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +121,7 @@ class GenerateStreamResponse(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     CANVAS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     id: str
     model: str
     created_unix_s: int
@@ -128,7 +129,8 @@ class GenerateStreamResponse(_message.Message):
     usage: _engine_pb2.Usage
     timings: _engine_pb2.Timings
     canvas: CanvasEvent
-    def __init__(self, id: _Optional[str] = ..., model: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., choice: _Optional[_Union[TextChoice, _Mapping]] = ..., usage: _Optional[_Union[_engine_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_engine_pb2.Timings, _Mapping]] = ..., canvas: _Optional[_Union[CanvasEvent, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TextLogprobs]
+    def __init__(self, id: _Optional[str] = ..., model: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., choice: _Optional[_Union[TextChoice, _Mapping]] = ..., usage: _Optional[_Union[_engine_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_engine_pb2.Timings, _Mapping]] = ..., canvas: _Optional[_Union[CanvasEvent, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TextLogprobs, _Mapping]]] = ...) -> None: ...
 
 class TextChoice(_message.Message):
     __slots__ = ("index", "text", "finish_reason", "stop_reason", "logprobs", "token_ids")
@@ -269,20 +271,22 @@ class ChatRequest(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., options: _Optional[_Union[TextOptions, _Mapping]] = ..., chat: _Optional[_Union[ChatOptions, _Mapping]] = ...) -> None: ...
 
 class ChatResponse(_message.Message):
-    __slots__ = ("id", "model", "created_unix_s", "choices", "usage", "timings")
+    __slots__ = ("id", "model", "created_unix_s", "choices", "usage", "timings", "prompt_logprobs")
     ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     id: str
     model: str
     created_unix_s: int
     choices: _containers.RepeatedCompositeFieldContainer[ChatChoice]
     usage: _engine_pb2.Usage
     timings: _engine_pb2.Timings
-    def __init__(self, id: _Optional[str] = ..., model: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[ChatChoice, _Mapping]]] = ..., usage: _Optional[_Union[_engine_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_engine_pb2.Timings, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TextLogprobs]
+    def __init__(self, id: _Optional[str] = ..., model: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[ChatChoice, _Mapping]]] = ..., usage: _Optional[_Union[_engine_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_engine_pb2.Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TextLogprobs, _Mapping]]] = ...) -> None: ...
 
 class ChatChoice(_message.Message):
     __slots__ = ("index", "message", "finish_reason", "stop_reason", "logprobs", "token_ids")
@@ -311,7 +315,7 @@ class ChatStreamRequest(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., options: _Optional[_Union[TextOptions, _Mapping]] = ..., chat: _Optional[_Union[ChatOptions, _Mapping]] = ...) -> None: ...
 
 class ChatStreamResponse(_message.Message):
-    __slots__ = ("id", "model", "created_unix_s", "choice", "usage", "timings", "canvas")
+    __slots__ = ("id", "model", "created_unix_s", "choice", "usage", "timings", "canvas", "prompt_logprobs")
     ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
@@ -319,6 +323,7 @@ class ChatStreamResponse(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     CANVAS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     id: str
     model: str
     created_unix_s: int
@@ -326,7 +331,8 @@ class ChatStreamResponse(_message.Message):
     usage: _engine_pb2.Usage
     timings: _engine_pb2.Timings
     canvas: CanvasEvent
-    def __init__(self, id: _Optional[str] = ..., model: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., choice: _Optional[_Union[ChatChoice, _Mapping]] = ..., usage: _Optional[_Union[_engine_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_engine_pb2.Timings, _Mapping]] = ..., canvas: _Optional[_Union[CanvasEvent, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TextLogprobs]
+    def __init__(self, id: _Optional[str] = ..., model: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., choice: _Optional[_Union[ChatChoice, _Mapping]] = ..., usage: _Optional[_Union[_engine_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_engine_pb2.Timings, _Mapping]] = ..., canvas: _Optional[_Union[CanvasEvent, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TextLogprobs, _Mapping]]] = ...) -> None: ...
 
 class InfillRequest(_message.Message):
     __slots__ = ("prefix", "suffix", "gap_tokens", "options")

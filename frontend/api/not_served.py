@@ -1,0 +1,148 @@
+"""Parameters that other servers know and this build does not serve: refused by name.
+
+It does not know the served ones (openai_schema.py). A parameter that nobody knows is ignored, as
+clients of OpenAI expect, and logged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from pydantic import BaseModel
+
+from frontend.api.openai_schema import ChatBody, CompletionBody
+from tidemill.runtime.errors import Unsupported
+
+_LOG = logging.getLogger("tidemill.frontend.http")
+
+NOT_SERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+        "structured_outputs": (),
+        "structural_tag": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "guided_decoding_backend": (),
+        "guided_whitespace_pattern": (),
+        "json_schema": (),
+        "regex": (),
+        "ebnf": (),
+        "grammar": (),
+        "stop_regex": (),
+        "suffix": ("",),
+        "use_beam_search": (False,),
+        "length_penalty": (1.0,),
+        "early_stopping": (False,),
+        "typical_p": (1.0,),
+        "top_a": (0,),
+        "tfs_z": (1.0,),
+        "xtc_probability": (0,),
+        "dry_multiplier": (0,),
+        "mirostat": (0,),
+        "dynatemp_range": (0,),
+        "repetition_detection": (),
+        "no_repeat_ngram_size": (0,),
+        "do_sample": (),
+        "watermark": (False,),
+        "allowed_token_ids": ([],),
+        "bad_words": ([],),
+        "logits_processors": ([],),
+        "custom_logit_processor": (),
+        "custom_params": (),
+        "vllm_xargs": ({},),
+        "lora_path": (),
+        "lora_request": (),
+        "adapter_id": (),
+        "session_params": (),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "verbosity": ("medium",),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+        "prompt_embeds": (),
+        "input_embeds": (),
+        "kv_transfer_params": (),
+        "data_parallel_rank": (),
+        "chat_template": (),
+        "documents": ([],),
+        "include_reasoning": (True,),
+        "separate_reasoning": (False,),
+        "thinking_token_budget": (),
+        "return_hidden_states": (False,),
+        "return_routed_experts": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "truncation_side": ("left",),
+        "details": (False,),
+        "decoder_input_details": (False,),
+    }
+)
+"""Parameters that no endpoint serves, with the values that ask for nothing."""
+
+OTHER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "max_new_tokens": "max_tokens",
+        "max_length": "max_tokens",
+        "n_predict": "max_tokens",
+        "repeat_penalty": "repetition_penalty",
+        "sampling_seed": "seed",
+        "n_probs": "logprobs",
+        "truncate": "truncate_prompt_tokens",
+        "no_stop_trim": "include_stop_str_in_output",
+        "return_full_text": "echo",
+        "extra_key": "cache_salt",
+        "request_id": "the header x-request-id",
+        "rid": "the header x-request-id",
+        "timeout": "the header x-request-timeout-ms",
+        "input_ids": "/v1/completions with a list of token ids as prompt",
+    }
+)
+"""What other servers call something that is served here under another name."""
+
+OF_COMPLETIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "top_logprobs": "logprobs with a number",
+        "messages": "/v1/chat/completions",
+        "add_generation_prompt": "/v1/chat/completions",
+        "continue_final_message": "/v1/chat/completions",
+        "chat_template_kwargs": "/v1/chat/completions",
+        "reasoning_effort": "/v1/chat/completions",
+        "parallel_tool_calls": "/v1/chat/completions",
+    }
+)
+"""What only chats take, and what to use instead."""
+
+OF_CHATS: Mapping[str, str] = MappingProxyType(
+    {"echo": "prompt_logprobs, or /v1/completions", "prompt": "/v1/completions"}
+)
+"""What only completions take, and what to use instead."""
+
+
+def refuse_unserved(body: BaseModel) -> None:
+    """Raises Unsupported naming the first known parameter that asks for something."""
+    other = dict(OTHER_NAMES)
+    if isinstance(body, CompletionBody):
+        other |= OF_COMPLETIONS
+    elif isinstance(body, ChatBody):
+        other |= OF_CHATS
+    for name, value in (body.model_extra or {}).items():
+        if value is None:
+            continue
+        if name in other:
+            if value is not False:
+                raise Unsupported(f"{name} is not served here; use {other[name]}", param=name)
+        elif name not in NOT_SERVED:
+            _LOG.debug("ignored the unknown parameter %s", name[:80])
+        elif value not in NOT_SERVED[name]:
+            raise Unsupported(f"{name} is not served by this build; leave it out", param=name)

@@ -1,0 +1,101 @@
+"""Mixed traffic for a minute and more: every answer is right and nothing grows."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from tests.e2e.real_stack import SLACK_HANDLES, Stack, connected, eventually, free_port, until_idle
+from tests.e2e.test_serve import serve
+from tests.slow.traffic import Ask, Choices, Traffic
+
+WARM_UP_S = 20.0
+GROWTH = 1.15
+SLACK_THREADS = 2  # gRPC adds pollers under load and ends them when it likes
+FEW = ("--max-rows=16", "--num-pages=80", "--max-model-len=1280", "--drain-timeout-s=1")
+"""Pages for one of the longest requests: rows are preempted all the time."""
+
+
+class Held(NamedTuple):
+    """What a process holds."""
+
+    handles: int
+    threads: int
+    rss: int
+
+
+def held(stack: Stack) -> dict[str, Held]:
+    found = {}
+    for name, pid in stack.services.items():
+        process = psutil.Process(pid)
+        found[name] = Held(process.num_fds(), process.num_threads(), process.memory_info().rss)
+    return found
+
+
+def grown(before: dict[str, Held], after: dict[str, Held]) -> dict[str, tuple[Held, Held]]:
+    """Processes that hold more than before."""
+    limits = {
+        name: Held(then.handles + SLACK_HANDLES, then.threads + SLACK_THREADS, then.rss * GROWTH)
+        for name, then in before.items()
+    }
+    return {
+        name: (before[name], now)
+        for name, now in after.items()
+        if any(value > limit for value, limit in zip(now, limits[name], strict=True))
+    }
+
+
+async def drive(stack: Stack, rng: random.Random, seconds: float) -> tuple[Traffic, int]:
+    """Connections of its own, closed at the end; the server is idle before and after."""
+    async with connected(stack) as faces:
+        traffic = Traffic(faces, rng)
+        await traffic.learn()
+        await until_idle(faces)
+        await traffic.run(seconds)
+        await until_idle(faces)
+        metrics = (await faces.http.get("/metrics")).text
+    preemptions = re.search(r"^tidemill_num_preemptions_total\S* (\S+)", metrics, re.MULTILINE)
+    return traffic, int(float(preemptions[1])) if preemptions else 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("model", "seconds"), [("demo", 70.0), ("demo-block", 30.0)])
+async def test_soak(tmp_path: Path, seed: int, model: str, seconds: float) -> None:
+    stack = Stack(free_port(), free_port(), free_port())
+    ports = (f"--http-port={stack.http_port}", f"--grpc-port={stack.grpc_port}")
+    rng = random.Random(seed)
+    with serve(tmp_path, model, f"--engine-port={stack.port}", *ports, *FEW) as served:
+        served.wait_ready()
+        stack.services |= served.children()
+        assert len(stack.services) == 3
+        await drive(stack, rng, WARM_UP_S)
+        before = held(stack)
+        traffic, preemptions = await drive(stack, rng, seconds)
+        print(model, dict(traffic.ends), f"{preemptions} preemptions", before, held(stack))
+        eventually(lambda: not grown(before, held(stack)), "a process grew", 10)
+        assert len(traffic.ends) == 13, "every kind of request was among them"
+        assert preemptions > 0, "pages never ran short"
+
+
+def test_control_what_grew_is_named() -> None:
+    before = {"frontend": Held(20, 8, 100), "rank": Held(9, 4, 1000)}
+    assert grown(before, before) == {}
+    for now in (Held(23, 8, 100), Held(20, 11, 100), Held(20, 8, 116)):
+        assert grown(before, before | {"frontend": now}).keys() == {"frontend"}
+
+
+def test_control_a_second_end_and_a_missing_one_are_seen() -> None:
+    twice, never = Choices(Ask("a")), Choices(Ask("a", n=2))
+    twice.add(0, "text", "stop")
+    assert twice.whole() == ["text"]
+    with pytest.raises(AssertionError, match="after the end"):
+        twice.add(0, "", "stop")
+    never.add(0, "text", "stop")
+    with pytest.raises(AssertionError, match="no end"):
+        never.whole()
