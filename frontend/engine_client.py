@@ -182,7 +182,7 @@ class EngineClient:
             except Exception as bug:  # a bug must not leave the frontend without its session
                 _LOG.exception("the session with the engine failed")
                 error = InternalError(f"{type(bug).__name__}: {bug}")
-            if self._ready.is_set() or isinstance(error, _PASSING):
+            if self._ready.is_set() or isinstance(error, Unavailable):
                 backoff = _FIRST_BACKOFF_S
             self._lose(error)
             await asyncio.sleep(backoff)

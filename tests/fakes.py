@@ -189,7 +189,6 @@ class ToyExecutor:
         width = -(-max_model_len // unit) * unit
         self.tables = ToyTables(max_rows, width, self.mask_token_id)
         self.cache = self.model.new_cache(num_pages * page_size)
-        self.epochs = dict.fromkeys(range(max_rows), 0)
         self.num_query_tokens = self.num_steps = 0
         for strategy in self.strategies.values():
             strategy.bind(max_rows, torch.device("cpu"))
@@ -228,9 +227,6 @@ class ToyExecutor:
         return shifts.get(self._method(span), 0)
 
     def _apply(self, plan: StepPlan) -> None:
-        for new in plan.new_rows:
-            assert new.epoch == self.epochs[new.row] + 1, "epochs of a row count up by one"
-            self.epochs[new.row] = new.epoch
         self.tables.apply(plan)
         for method, strategy in self.strategies.items():
             rows = [new for new in plan.new_rows if new.method == method]

@@ -44,7 +44,6 @@ def make_row(
     """A row that starts from `token_ids`; by default all of them are its prompt."""
     return NewRow(
         row=row,
-        epoch=1,
         token_ids=token_ids,
         prompt_len=len(token_ids) if prompt_len is None else prompt_len,
         canvas=canvas,

@@ -21,6 +21,9 @@ MIN_WIDTH = 256
 MAX_MASK = 1 << 24
 """Elements of a group's mask: 64 MB in float32."""
 
+MAX_KEYS = 1 << 18
+"""Keys gathered for one call: 1 GiB of keys and values at 8 heads of 128 in half formats."""
+
 
 class Piece(NamedTuple):
     """Queries of one span, [first, first + length) among the step's tokens, and the keys
@@ -62,14 +65,14 @@ def cut_spans(spans: Sequence[Span], *, page_size: int, window: int | None) -> l
 
 
 def group_pieces(pieces: Sequence[Piece], *, group_size: int) -> list[list[Piece]]:
-    """Pieces that go into one call: equal length, similar width, mask within MAX_MASK."""
+    """Pieces that go into one call: equal length, similar width, within MAX_MASK and MAX_KEYS."""
     kinds: dict[tuple[int, int], list[Piece]] = defaultdict(list)
     for piece in pieces:
         width = piece.kv_stop - piece.kv_start
         kinds[piece.length, ((width - 1) // MIN_WIDTH).bit_length()].append(piece)
     groups = []
     for (length, magnitude), members in kinds.items():
-        elements = length * group_size * (MIN_WIDTH << magnitude)
-        size = max(MAX_MASK // elements, 1)
+        width = MIN_WIDTH << magnitude
+        size = max(min(MAX_MASK // (length * group_size * width), MAX_KEYS // width), 1)
         groups += [members[i : i + size] for i in range(0, len(members), size)]
     return groups

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -18,6 +19,7 @@ from engine_service.attention.pieces import Piece, cut_spans, group_pieces, read
 from engine_service.core.step import Span
 from engine_service.kernels.store_kv import store_kv
 from engine_service.kernels.weighted_rows import weighted_rows
+from engine_service.staging import stage
 
 _ROW_FORMATS = (torch.float32, torch.float64)
 
@@ -166,7 +168,7 @@ class SdpaBackend(AttentionBackend):
         in_order = num * length == batch.positions.shape[0] and all(
             piece.first == index * length for index, piece in enumerate(pieces)
         )
-        fields = torch.tensor(pieces, dtype=torch.int64).to(device)
+        (fields,) = stage([np.array(pieces, dtype=np.int64)], device)
         span, first, _, kv_start, kv_stop = fields.unbind(1)
         tokens = (first[:, None] + torch.arange(length, device=device)).view(-1)
         pages = _pages(batch.page_table, span, kv_start // page_size, kv_stop, width, page_size)
@@ -249,7 +251,8 @@ def _entered_tails(
     ]
     if not slots:
         return None
-    span, column, offset = torch.tensor(slots).to(batch.positions.device).unbind(1)
+    (fields,) = stage([np.array(slots, dtype=np.int64)], batch.positions.device)
+    span, column, offset = fields.unbind(1)
     return batch.page_table[span, column].long(), offset
 
 

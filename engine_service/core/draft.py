@@ -34,10 +34,10 @@ class StepDraft:
 
     def add(self, request: Request, span: Span) -> bool:
         """Takes the span's share out of the budget; False, and nothing is done, when it lacks."""
-        _, start, stop, _, _, first, last, score_start, score_stop = span
+        _, start, stop, _, _, first, last, _, _ = span
         budget = self.budget
         tokens = budget.tokens - stop + start
-        logits = budget.logits - last + first - score_stop + score_start
+        logits = budget.logits - last + first
         if tokens < 0 or logits < 0:
             return False
         budget.tokens = tokens
@@ -68,4 +68,4 @@ class StepDraft:
         span = self.spans.pop(index)
         request.in_flight -= 1
         self.budget.tokens += span.num_tokens
-        self.budget.logits += span.num_logits
+        self.budget.logits += span.num_decided

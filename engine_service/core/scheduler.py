@@ -45,7 +45,6 @@ class Scheduler:
         self._clock = clock
         self._requests: dict[int, Request] = {}
         self._deadlines: list[tuple[int, int]] = []
-        self._epochs = [0] * limits.max_rows
         self._in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
         self._seq = 0
         self._output = OutputWriter()
@@ -87,7 +86,7 @@ class Scheduler:
         self._requests[request.key] = request
         self._planner.enqueue(request)
         if submit.deadline_ns is not None:
-            heapq.heappush(self._deadlines, (submit.deadline_ns, request.key))
+            self._watch(submit.deadline_ns, request.key)
 
     def abort(self, abort: Abort) -> None:
         """Ends a sequence; its row and pages go back when the steps that name it are collected."""
@@ -134,6 +133,13 @@ class Scheduler:
         """Asserts the invariants of pages, rows and queues. For tests and debugging."""
         self._planner.check_integrity(self._requests)
 
+    def _watch(self, deadline_ns: int, key: int) -> None:
+        """Entries of ended requests stay until they are the majority, or due."""
+        if len(self._deadlines) > 2 * len(self._requests):
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._requests]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline_ns, key))
+
     def _expire(self, now: int) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, key = heapq.heappop(self._deadlines)
@@ -158,10 +164,8 @@ class Scheduler:
         return plan
 
     def _new_row(self, request: Request) -> NewRow:
-        self._epochs[request.row] += 1
         return NewRow(
             row=request.row,
-            epoch=self._epochs[request.row],
             token_ids=list(request.committed),
             prompt_len=request.prompt_len,
             canvas=request.canvas,

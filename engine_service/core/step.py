@@ -39,8 +39,8 @@ class Span(NamedTuple):
         return self.stop - self.start
 
     @property
-    def num_logits(self) -> int:
-        return self.decide_stop - self.decide_start + self.score_stop - self.score_start
+    def num_decided(self) -> int:
+        return self.decide_stop - self.decide_start
 
 
 new_span: Callable[[tuple[int, ...]], Span] = partial(tuple.__new__, Span)
@@ -82,7 +82,6 @@ class NewRow(NamedTuple):
     """
 
     row: int
-    epoch: int
     token_ids: list[int]
     prompt_len: int
     canvas: Canvas

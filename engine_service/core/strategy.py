@@ -37,7 +37,7 @@ class Budget:
 
     def allows(self, span: Span) -> bool:
         """Whether the span fits into what is left."""
-        return span.num_tokens <= self.tokens and span.num_logits <= self.logits
+        return span.num_tokens <= self.tokens and span.num_decided <= self.logits
 
 
 class DecodeStrategy(ABC):
@@ -124,10 +124,8 @@ class DecodeStrategy(ABC):
         assert self.mask_block == 1, "prompt log-probabilities are defined for causal methods"
         start, end = view.num_cached, view.committed_len
         score_start = max(view.score_from, start + 1)
-        num_scores = max(0, min(view.prompt_len, stop + 1) - score_start)
-        if stop == end and num_scores + 1 > budget.logits:
+        if stop == end and budget.logits < 1:
             stop -= 1
-        stop = min(stop, score_start - 1 + budget.logits)
         if stop <= start:
             return None
         score_stop = max(score_start, min(view.prompt_len, stop + 1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine_service.core.step import Canvas, Decision, NewRow, Span, TokenLogprobs, Update
@@ -18,6 +19,7 @@ from engine_service.decoding.knobs import read_choice, read_number, read_whole, 
 from engine_service.decoding.unmask import REMASKING, quota, reveal
 from engine_service.sampling.batch import DecideBatch, DecideResult
 from engine_service.sampling.sampler import choose, token_logprobs
+from engine_service.staging import stage
 from tidemill.runtime.errors import Unsupported
 
 
@@ -107,11 +109,11 @@ class BlockDiffusion(DecodeStrategy):
             block_start = self.max_cached(len(new.token_ids))
             rule = REMASKING.index(params.remasking)
             lines.append((new.row, rule, params.steps, new.canvas.step, block_start))
-        device = self._lines.device
-        table = torch.tensor(lines, dtype=torch.int64).to(device, non_blocking=True)
-        thresholds = torch.tensor([new.params.threshold for new in rows], dtype=torch.float64)
+        thresholds = [new.params.threshold for new in rows]
+        arrays = [np.array(lines, dtype=np.int64), np.array(thresholds, dtype=np.float64)]
+        table, values = stage(arrays, self._lines.device)
         self._lines[table[:, 0]] = table[:, 1:]
-        self._threshold[table[:, 0]] = thresholds.to(device, non_blocking=True)
+        self._threshold[table[:, 0]] = values
 
     def decide(self, batch: DecideBatch) -> DecideResult:
         """Chooses a token for every open position and reveals what each row's rule says."""

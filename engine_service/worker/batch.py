@@ -18,7 +18,7 @@ import torch
 from engine_service.attention.base import AttentionBatch
 from engine_service.core.step import Span
 from engine_service.sampling.batch import Wants
-from engine_service.worker.staging import stage
+from engine_service.staging import stage
 from engine_service.worker.tables import RowTables
 
 

@@ -37,15 +37,21 @@ def find_room(
 ) -> KVRoom:
     """Runs a step without requests and returns what it leaves for the KV pool.
 
-    On CUDA it is the largest step the budgets allow, and its peak is set aside; on CPU a short one
-    that only warms up, because activations are small beside the RAM that is left free.
+    On CUDA they are the largest steps the budgets allow, of prompts and of full rows, and the peak
+    is set aside; on CPU a short one that only warms up, because activations are small beside the
+    RAM that is left free.
     """
     if device.type != "cuda":
-        rehearse(_WARM_UP_TOKENS, 1, resolved, model, backend, device)
+        prompts = _prompts(_WARM_UP_TOKENS, resolved, model.traits.mask_block)
+        rehearse(prompts, 1, resolved, model, backend, device)
         return _cpu_room(config)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    rehearse(resolved.token_budget, resolved.logit_chunk, resolved, model, backend, device)
+    for spans in (
+        _prompts(resolved.token_budget, resolved, model.traits.mask_block),
+        _full_rows(resolved, model.traits.mask_block),
+    ):
+        rehearse(spans, resolved.logit_chunk, resolved, model, backend, device)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
@@ -55,14 +61,14 @@ def find_room(
 
 @torch.inference_mode()
 def rehearse(
-    num_tokens: int,
+    spans: list[Span],
     num_logits: int,
     resolved: ResolvedConfig,
     model: CausalModel,
     backend: AttentionBackend,
     device: torch.device,
 ) -> None:
-    """One forward of `num_tokens` new tokens and all of sampling on `num_logits` rows of logits.
+    """One forward of `spans` and all of sampling on `num_logits` rows of logits.
 
     Every span writes to one and the same page: the memory is that of a real step, the numbers
     mean nothing.
@@ -77,17 +83,25 @@ def rehearse(
         methods=(),
         device=device,
     )
-    block = traits.mask_block
     caches = [backend.empty_cache(1, device) for _ in range(traits.num_layers)]
-    longest = max(block, min(num_tokens, resolved.table_width) // block * block)
-    num_spans = max(1, min(resolved.max_rows, num_tokens // longest))
-    spans = [
-        Span(row, 0, longest, longest, block, longest - 1, longest) for row in range(num_spans)
-    ]
     batch = build_batch(spans, tables, logits_shift=traits.logits_shift, logit_chunk=len(spans))
     step = plan_step(backend, batch.attention, windows=traits.windows, caches=caches)
     hidden = model(batch.input_ids, batch.attention.positions, step)
     _sample(hidden, batch.decides[0], num_logits, model, tables)
+
+
+def _prompts(num_tokens: int, resolved: ResolvedConfig, block: int) -> list[Span]:
+    """Whole prompts of `num_tokens` tokens in all, as long as rows allow."""
+    longest = max(block, min(num_tokens, resolved.table_width) // block * block)
+    num_spans = max(1, min(resolved.max_rows, num_tokens // longest))
+    return [Span(row, 0, longest, longest, block, longest - 1, longest) for row in range(num_spans)]
+
+
+def _full_rows(resolved: ResolvedConfig, block: int) -> list[Span]:
+    """One block at the end of every row, each as long as rows get."""
+    stop = resolved.table_width // block * block
+    num_spans = max(1, min(resolved.max_rows, resolved.token_budget // block))
+    return [Span(row, stop - block, stop, stop, block, stop - 1, stop) for row in range(num_spans)]
 
 
 def _sample(

@@ -17,8 +17,8 @@ from engine_service.core.strategy import DecodeStrategy
 from engine_service.models.base import CausalModel
 from engine_service.sampling.batch import DecideBatch, DecideResult
 from engine_service.sampling.logprobs import Scores, score_tokens
+from engine_service.staging import HostCopies
 from engine_service.worker.batch import DecidePart, ForwardBatch, ScorePart, build_batch
-from engine_service.worker.staging import HostCopies
 from engine_service.worker.tables import RowTables
 
 

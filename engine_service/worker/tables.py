@@ -18,7 +18,7 @@ from engine_service.core.step import NewRow, PageAppend
 from engine_service.sampling.batch import Wants
 from engine_service.sampling.rng import request_seed
 from engine_service.sampling.tables import SamplingTables
-from engine_service.worker.staging import stage
+from engine_service.staging import stage
 
 _FIRST_SLOTS = 8
 _NO_BOUND = np.iinfo(np.int64).max

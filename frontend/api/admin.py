@@ -61,6 +61,9 @@ def admin_routes(desk: FrontDesk) -> APIRouter:
 async def _tokenize(desk: FrontDesk, body: TokenizeBody) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
+    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        if body.prompt is not None and getattr(body, name) is not None:
+            raise InvalidRequest(f"{name} needs messages; this request has a prompt", param=name)
     model = desk.model_for(body.model or "")
     prompt = body.prompt
     if prompt is None:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from frontend.api.http import envelope, unless_gone
-from tidemill.runtime.errors import InternalError, ServiceError
+from tidemill.runtime.errors import Cancelled, InternalError, ServiceError
 
 _LOG = logging.getLogger("tidemill.frontend.http")
 DONE = b"data: [DONE]\n\n"
@@ -50,13 +50,19 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
-            await unless_gone(receive, self._deliver(send))
+            try:
+                await unless_gone(receive, self._deliver(send))
+            except Cancelled:
+                if not self._has_begun:
+                    raise  # counted as a request that got no answer
 
     async def _deliver(self, send: Send) -> None:
         first = await anext(self._events)
+        self._has_begun = True
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": first, "more_body": True})
         try:

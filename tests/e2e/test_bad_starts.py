@@ -101,7 +101,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
+FAST = ("weights cut off", "config.json cut off")
+CASES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in BROKEN]
+
+
+@pytest.mark.parametrize("name", CASES)
 async def test_broken_files_of_a_model(tmp_path: Path, name: str) -> None:
     """The engine's last state, its last line and its status say why it cannot start."""
     damage, words = BROKEN[name]

@@ -85,3 +85,22 @@ def test_preemption_changes_nothing() -> None:
     roomy, tight = outputs
     assert [o.outputs[0].token_ids for o in tight] == [o.outputs[0].token_ids for o in roomy]
     assert sum(output.usage.preemptions for output in tight) > 0
+
+
+@pytest.mark.parametrize("model", ["demo", "demo-block"])
+def test_no_step_waits_for_the_device_while_it_is_launched(model: str) -> None:
+    """A launch that waits would undo the overlap; `collect` alone may wait, on its own event."""
+    llm = LLM(model, device="cuda", dtype="bfloat16", max_model_len=256)
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=60, ignore_eos=True)
+    for number in range(6):
+        llm.add_request(list(range(30 + number, 60 + 3 * number)), params)
+        llm.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        llm.add_request(list(range(40, 90)), params)
+        for _ in range(12):
+            llm.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    while llm.has_unfinished_requests:
+        llm.step()

@@ -160,7 +160,7 @@ class ToyEngine:
             self.plans.append(plan)
             tokens = sum(span.num_tokens for span in plan.spans)
             assert tokens <= self.setup.token_budget
-            assert sum(span.num_logits for span in plan.spans) <= self.setup.logit_budget
+            assert sum(span.num_decided for span in plan.spans) <= self.setup.logit_budget
             self._flights.append((plan, self.executor.launch(plan)))
         if self._flights and (plan is None or len(self._flights) > self.setup.overlaps):
             self._collect()

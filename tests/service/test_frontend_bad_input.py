@@ -22,6 +22,7 @@ from tidemill.runtime.errors import (
     Overloaded,
     ServiceError,
 )
+from tidemill.runtime.rpc import to_error
 from tidemill.sampling_params import SamplingParams
 from tidemill.v1 import text_pb2 as pb
 from tidemill.v1 import text_pb2_grpc as rpc
@@ -52,6 +53,30 @@ HTTP = {
     "stop token out of range": ({"prompt": "a", "stop_token_ids": [-1]}, 400, "stop_token_ids"),
     "truncation": ({"prompt": "a", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens"),
     "unserved": ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
+    "cache_salt too long": ({"prompt": "a", "cache_salt": "s" * 1025}, 400, "cache_salt"),
+    "too many sequences": ({"prompt": ["a"] * 65, "n": 16}, 400, "n"),
+    "logprobs true": ({"prompt": "a", "logprobs": True}, 400, "logprobs"),
+    "top_logprobs": ({"prompt": "a", "top_logprobs": 1}, 400, "top_logprobs"),
+    "a knob of 20,000 characters": ({"prompt": "a", "k" * 20_000: 1, "n": 0}, 400, "n"),
+    "a model of 2,100 emoji": ({"prompt": "a", "model": "\N{DOLPHIN}" * 2100}, 404, "model"),
+}  # fmt: skip
+
+CHAT = {
+    "tool_calls 5": ([{"role": "assistant", "tool_calls": 5}], {}, "messages[0].tool_calls"),
+    "tool_calls {}": ([{"role": "assistant", "tool_calls": {}}], {}, "messages[0].tool_calls"),
+    "no content": ([{"role": "user"}], {}, "messages[0].content"),
+    "no parts": ([{"role": "user", "content": []}], {}, "messages[0].content"),
+    "echo": ([{"role": "user", "content": "a"}], {"echo": True}, "echo"),
+    "continue a user": (
+        [{"role": "user", "content": "a"}],
+        {"continue_final_message": True},
+        "continue_final_message",
+    ),
+    "stream_options": (
+        [{"role": "user", "content": "a"}],
+        {"stream_options": {"include_usage": True}},
+        "stream_options",
+    ),
 }  # fmt: skip
 
 
@@ -77,6 +102,89 @@ async def test_http_table(served: Stack) -> None:
                 assert error["param"] == param, (name, error)
                 assert error["message"], name
                 assert error["type"] in ("invalid_request_error", "not_found_error"), name
+
+
+@pytest.mark.parametrize("name", CHAT)
+async def test_chat_table(served: Stack, name: str) -> None:
+    messages, fields, param = CHAT[name]
+    async with httpx.AsyncClient(base_url=served.url) as client:
+        answer = await client.post("/v1/chat/completions", json={"messages": messages, **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_bugs_get_the_envelope_too(
+    served: Stack, monkeypatch: pytest.MonkeyPatch, caplog: Any, streams: bool
+) -> None:
+    def broken(*given: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("frontend.generation.check_request", broken)
+    async with httpx.AsyncClient(base_url=served.url) as client:
+        body = {"prompt": "a", "stream": streams}
+        answer = await client.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
+        counted = (await client.get("/metrics")).text
+    assert answer.status_code == 500
+    assert answer.json()["error"] == {
+        "message": "internal error: ZeroDivisionError: a bug",
+        "type": "internal_error",
+        "param": None,
+        "code": "internal",
+    }
+    assert answer.headers["x-request-id"] == "mine"
+    assert 'handler="/v1/completions",method="POST",status="500"} 1.0' in counted
+    (record,) = [one for one in caplog.records if one.exc_info]
+    assert "ZeroDivisionError" in caplog.text
+    assert record.name == "tidemill.frontend.http"
+
+
+async def test_a_client_that_leaves_a_stream_is_no_error(served: Stack, caplog: Any) -> None:
+    served.engine.step_s = 0.01
+    async with httpx.AsyncClient(base_url=served.url) as client:
+        body = {"prompt": "a", "max_tokens": 400, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            await anext(answer.aiter_lines())
+        await until(lambda: served.engine.live == 0)
+    await asyncio.sleep(0.05)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_long_names_reach_grpc_clients_as_what_they_are(served: Stack) -> None:
+    async with AsyncClient(served.grpc_address) as client:
+        with pytest.raises(NotFound, match="The model '\N{DOLPHIN}") as caught:
+            await client.generate("a", options=CallOptions(model="\N{DOLPHIN}" * 2100))
+        assert caught.value.reason == "MODEL_NOT_FOUND"
+        with pytest.raises(InvalidRequest, match="1025 characters; it may have 1024"):
+            await client.generate("a", options=CallOptions(cache_salt="s" * 1025))
+        with pytest.raises(InvalidRequest, match="has 200 characters; it must have at most 128"):
+            await client.generate("a", options=CallOptions(request_id="i" * 200))
+
+
+async def test_a_scored_prompt_needs_room_for_one_token(served: Stack) -> None:
+    async with httpx.AsyncClient(base_url=served.url) as client:
+        body = {"prompt": [97] * 512, "max_tokens": 0, "echo": True, "logprobs": 0}
+        answer = await client.post("/v1/completions", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert "(max_tokens 0) the engine computes one token more" in error["message"]
+        assert "to 511 tokens, or use truncate_prompt_tokens" in error["message"]
+        fits = await client.post("/v1/completions", json={**body, "prompt": [97] * 511})
+        assert len(fits.json()["choices"][0]["logprobs"]["tokens"]) == 511
+        cut = await client.post("/v1/completions", json={**body, "truncate_prompt_tokens": -1})
+        assert len(cut.json()["choices"][0]["logprobs"]["tokens"]) == 511
+
+
+async def test_tokenize_refuses_flags_of_messages_beside_a_text(served: Stack) -> None:
+    async with httpx.AsyncClient(base_url=served.url) as client:
+        for name, value in (
+            ("add_generation_prompt", True),
+            ("continue_final_message", False),
+            ("chat_template_kwargs", {}),
+            ("tools", [{}]),
+        ):
+            answer = await client.post("/tokenize", json={"prompt": "a", name: value})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
 async def test_context_overflow_has_the_words_that_clients_look_for(served: Stack) -> None:
@@ -129,16 +237,43 @@ async def test_grpc_table(
 
 
 async def test_grpc_unknown_model_and_unserved_fields(served: Stack) -> None:
+    async with AsyncClient(served.grpc_address) as client:
+        with pytest.raises(NotFound) as caught:
+            await client.generate("a", options=CallOptions(model="gpt-9"))
+        assert caught.value.reason == "MODEL_NOT_FOUND"
+        with pytest.raises(InvalidRequest) as refused:
+            await client.generate("a", options=CallOptions(priority=2**40))
+        assert refused.value.param == "x-priority"
+    user = {"role": "user", "parts": [{"text": "a"}]}
+    unserved: dict[str, dict[str, Any]] = {
+        "constraint": {"options": {"constraint": {"regex": "a"}}},
+        "beam_search": {"options": {"beam_search": {"width": 2}}},
+        "best_of": {"options": {"best_of": 2}},
+        "allowed_token_ids": {"options": {"sampling": {"allowed_token_ids": [1]}}},
+        "bad_words": {"options": {"sampling": {"bad_words": [{"token_ids": [1]}]}}},
+        "tools": {"chat": {"tools": [{"name": "f"}]}},
+        "tool_choice": {"chat": {"tool_choice": {"function_name": "f"}}},
+        "reasoning_effort": {"chat": {"reasoning_effort": "low"}},
+        "messages[0].parts": {"messages": [{"role": "user", "parts": [{"image_url": "x"}]}]},
+    }
     async with grpc.aio.insecure_channel(served.grpc_address) as channel:
         stub = rpc.TextServiceStub(channel)
-        async with AsyncClient(served.grpc_address) as client:
-            with pytest.raises(NotFound) as caught:
-                await client.generate("a", options=CallOptions(model="gpt-9"))
-            assert caught.value.reason == "MODEL_NOT_FOUND"
-            with pytest.raises(InvalidRequest) as refused:
-                await client.generate("a", options=CallOptions(priority=2**40))
-            assert refused.value.param == "x-priority"
-    assert stub is not None
+        for param, fields in unserved.items():
+            request = {"messages": [user], **fields}
+            for call in (
+                stub.Chat(pb.ChatRequest(**request)),
+                stub.ChatStream(pb.ChatStreamRequest(**request)).read(),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as failed:
+                    await call
+                assert failed.value.code() is grpc.StatusCode.UNIMPLEMENTED, param
+                assert to_error(failed.value).param == param
+        for wrong in ({"role": "user"}, {"role": "user", "parts": [{}]}):
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await stub.Chat(pb.ChatRequest(messages=[wrong]))
+            assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert to_error(failed.value).param == "messages[0].parts"
+    assert served.engine.submits == []
 
 
 async def test_bodies_that_are_not_requests(served: Stack) -> None:
@@ -170,9 +305,13 @@ async def test_bodies_that_are_not_requests(served: Stack) -> None:
         bad_id = {"x-request-id": "a" * 200}
         answer = await post("/v1/completions", json={"prompt": "a"}, headers=bad_id)
         assert answer.json()["error"]["param"] == "x-request-id"
-        bad_time = {"x-request-timeout-ms": "soon"}
-        answer = await post("/v1/completions", json={"prompt": "a"}, headers=bad_time)
-        assert answer.json()["error"]["param"] == "x-request-timeout-ms"
+        assert "has 200 characters; it must have 1 to 128" in answer.json()["error"]["message"]
+        for bad in ("soon", "0", "-1", "1.5", "9" * 16, "9" * 5000):
+            bad_time = {"x-request-timeout-ms": bad}
+            answer = await post("/v1/completions", json={"prompt": "a"}, headers=bad_time)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "x-request-timeout-ms"
+            assert f"({len(bad)} characters)" in answer.json()["error"]["message"]
 
 
 async def test_malformed_protobuf_and_text(served: Stack) -> None:
@@ -209,6 +348,17 @@ async def test_a_full_queue_is_429_with_retry_after(served: Stack) -> None:
         with pytest.raises(Overloaded) as caught:
             await client.generate("a")
     assert caught.value.retry_after_ms == 1500
+
+
+async def test_an_engine_that_does_not_read_is_429(
+    served: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frontend.outbox.MAX_UNSENT_BYTES", -1)
+    async with httpx.AsyncClient(base_url=served.url) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "a"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert answer.json()["error"]["code"] == "engine_not_reading"
+    assert served.engine.submits == []
 
 
 async def test_deadlines(served: Stack) -> None:

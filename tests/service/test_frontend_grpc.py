@@ -148,6 +148,26 @@ async def test_options_reach_the_engine(served: Stack) -> None:
     assert dict(spec.sampling.logit_bias) == {97: 1.0}
 
 
+async def test_prompt_logprobs_come_with_every_method(served: Stack) -> None:
+    params = SamplingParams(max_tokens=4, n=2, prompt_logprobs=1)
+    async with AsyncClient(served.grpc_address) as client:
+        texts = (await client.generate("éb", params)).prompt_logprobs
+        chats = (await client.chat(HI, params)).prompt_logprobs
+        assert [entry.chosen.token_id for entry in texts] == [0xA9, ord("b")]
+        assert [len(entry.top) for entry in texts] == [1, 1]
+        assert len(chats) == 6
+        for stream, expected in (
+            (client.generate_stream("éb", params), texts),
+            (client.chat_stream(HI, params), chats),
+        ):
+            deltas = [delta async for delta in stream]
+            found = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
+            assert found == [expected]
+            assert deltas[0].prompt_logprobs or deltas[1].prompt_logprobs
+        plain = await client.generate("éb", SamplingParams(max_tokens=4))
+        assert plain.prompt_logprobs == []
+
+
 async def test_every_rpc_is_answered_and_unserved_ones_are_named(served: Stack) -> None:
     async with grpc.aio.insecure_channel(served.grpc_address) as channel:
         stub = rpc.TextServiceStub(channel)

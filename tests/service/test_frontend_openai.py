@@ -187,6 +187,65 @@ async def test_prompt_logprobs_and_token_ids(tmp_path: Path) -> None:
         assert chat.model_dump()["prompt_token_ids"] == [261, 104, 105, 32, 0xC3, 0xA9, 262]
 
 
+async def events_of(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[Any]:
+    answer = await client.post(path, json={**body, "stream": True})
+    return [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
+
+
+async def test_streams_carry_prompt_logprobs_once(tmp_path: Path) -> None:
+    """They equal those of the answer in one piece; a half character holds the first text back."""
+    async with stack(tmp_path) as served, httpx.AsyncClient(base_url=served.url) as client:
+        for path, body in (
+            ("/v1/completions", {"prompt": ["éb", "c"], "n": 2, "max_tokens": 4}),
+            ("/v1/chat/completions", {"messages": HI, "n": 2, "max_tokens": 3}),
+        ):
+            body["prompt_logprobs"] = 1
+            whole = (await client.post(path, json=body)).json()
+            events = await events_of(client, path, body)
+            if "prompt" in body:
+                expected = {c["index"]: c["prompt_logprobs"] for c in whole["choices"]}
+                assert [len(scores) for scores in expected.values()] == [3, 3, 1, 1]
+                places = [choice for event in events for choice in event["choices"]]
+                found = [c for c in places if "prompt_logprobs" in c]
+                assert {c["index"]: c["prompt_logprobs"] for c in found} == expected
+                assert len(found) == 4
+                assert found[0] is places[0]
+            else:
+                found = [event for event in events if "prompt_logprobs" in event]
+                assert [event["prompt_logprobs"] for event in found] == [whole["prompt_logprobs"]]
+                assert len(whole["prompt_logprobs"]) == 7
+            del body["prompt_logprobs"]
+            assert "prompt_logprobs" not in json.dumps(await events_of(client, path, body))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_half_characters_have_names_and_offsets(tmp_path: Path, streams: bool) -> None:
+    body = {"prompt": "R: é", "max_tokens": 6, "logprobs": 1, "echo": True}
+    async with stack(tmp_path) as served, httpx.AsyncClient(base_url=served.url) as client:
+        if streams:
+            events = await events_of(client, "/v1/completions", body)
+            parts = [event["choices"][0]["logprobs"] for event in events]
+            shown = {name: [x for part in parts for x in part[name]] for name in parts[0]}
+        else:
+            answer = await client.post("/v1/completions", json=body)
+            shown = answer.json()["choices"][0]["logprobs"]
+    half, rest = "bytes:\\xc3", "bytes:\\xa9"
+    assert shown["tokens"] == ["R", ":", " ", half, rest, "R", ":", " ", half, rest, "R"]
+    assert shown["text_offset"] == [0, 1, 2, 3, 3, 4, 5, 6, 7, 7, 8]
+    assert shown["top_logprobs"][3] == pytest.approx({half: -1.95})
+    assert set(shown["top_logprobs"][4]) == {rest}
+
+
+async def test_the_user_stands_in_the_log_line(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO", "tidemill.frontend.request")
+    async with stack(tmp_path) as served, sdk(served) as client:
+        await client.completions.create(model="fake", prompt="a", user="tenant-7" + "x" * 200)
+        await client.completions.create(model="fake", prompt="a")
+    first, second = (one for one in caplog.records if one.name == "tidemill.frontend.request")
+    assert first.user == "tenant-7" + "x" * 120
+    assert not hasattr(second, "user")
+
+
 async def test_every_parameter_reaches_the_engine(tmp_path: Path) -> None:
     async with stack(tmp_path) as served, sdk(served) as client:
         await client.completions.create(

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 ATTEMPTS = 3
 ITEMS = 2000
 THREADS = 2
@@ -50,6 +50,7 @@ def attempts(measure: Callable[[], dict[str, Any]], bars: dict[str, Any]) -> lis
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "flags", "exact", "per_forward"),
     [("demo", (), 0.95, 0.0), ("demo-block", ('--params={"threshold": 0.9}',), 0.90, 3.0)],
@@ -65,6 +66,7 @@ def test_quality(
     assert every["tokens_per_forward"] >= per_forward, figures["tasks"]
 
 
+@pytest.mark.slow
 def test_the_stack_delivers_what_its_model_computes(tmp_path: Path) -> None:
     """256 requests at 5 ms a step; a Session costs the server a sixth of one RPC per request."""
     bars: dict[str, Callable[[float], bool]] = {
@@ -76,6 +78,7 @@ def test_the_stack_delivers_what_its_model_computes(tmp_path: Path) -> None:
     assert not tries[-1], f"missed: {tries}"
 
 
+@pytest.mark.slow
 def test_demo_is_as_fast_as_its_peer(tmp_path: Path) -> None:
     bars: dict[str, Callable[[float], bool]] = {"ratio_to_peer": lambda ratio: ratio >= 1.0}
     flags = ("--model=demo", f"--threads={THREADS}")

@@ -245,3 +245,12 @@ def test_a_wrong_method_or_knob_lists_what_is_known(
     with pytest.raises(InvalidRequest, match=message) as refused:
         admit(desk(), method=method, knobs=knobs)
     assert refused.value.param == param
+
+
+def test_the_smallest_temperature_survives_the_wire() -> None:
+    """A float32 field, as the contract has it, makes 9.9999997e-06 of 1e-5."""
+    (sent,) = struct.unpack("f", struct.pack("f", 1e-5))
+    assert sent < 1e-5
+    assert admit(desk(), temperature=sent).sampling.temperature == sent
+    with pytest.raises(InvalidRequest, match="at least 9e-6"):
+        admit(desk(), temperature=8.9e-6)

@@ -167,12 +167,10 @@ def test_messages() -> None:
         changed.CopyFrom(message)
         put(changed, path, values.get(path, example(field)))
         assert read(changed) != read(message), path
-    for path, _ in leaves(text_pb2.ContentPart.DESCRIPTOR):
-        changed = text_pb2.ChatMessage(role="user", parts=[{path: "x"}])
-        try:
-            assert read(changed) != read(message), path
-        except Unsupported as refused:
-            assert path in refused.message
+    parts = {path for path, _ in leaves(text_pb2.ContentPart.DESCRIPTOR)}
+    for path in parts - {"text"}:
+        with pytest.raises(Unsupported, match=path):
+            read(text_pb2.ChatMessage(role="user", parts=[{path: "x"}]))
     called = dict(values["tool_calls"][0])  # type: ignore[arg-type]
     before = read(text_pb2.ChatMessage(role="assistant", tool_calls=[called]))
     for path, _ in leaves(text_pb2.ToolCall.DESCRIPTOR):

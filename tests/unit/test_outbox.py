@@ -1,4 +1,4 @@
-"""The outbox towards the engine: in order, and closed to new requests when the engine stops reading."""
+"""The outbox towards the engine: in order, and without room when the engine stops reading."""
 
 from __future__ import annotations
 

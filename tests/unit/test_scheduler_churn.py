@@ -75,7 +75,7 @@ class Crowd:
         if plan is None:
             return False
         assert sum(span.num_tokens for span in plan.spans) <= self.token_budget, "over budget"
-        assert sum(span.num_logits for span in plan.spans) <= self.logit_budget, "over budget"
+        assert sum(span.num_decided for span in plan.spans) <= self.logit_budget, "over budget"
         assert len({span.row for span in plan.spans}) == len(plan.spans), "a row runs twice"
         assert all(span.stop > span.start for span in plan.spans)
         self.flights.append((plan, {span.row: self.keys[span.row] for span in plan.spans}))

@@ -66,7 +66,7 @@ def test_the_smallest_budget_always_makes_progress(strategy: DecodeStrategy) -> 
 def test_without_logits_only_what_is_committed_is_computed(strategy: DecodeStrategy) -> None:
     span = strategy.plan(start(strategy, 9), Budget(64, 0))
     assert span is not None
-    assert (span.start, span.stop, span.num_logits) == (0, 8, 0)
+    assert (span.start, span.stop, span.num_decided) == (0, 8, 0)
     done = start(strategy, 9)._replace(num_cached=8)
     assert strategy.plan(done, Budget(64, 0)) is None
 
@@ -91,7 +91,7 @@ def test_rule_b_a_due_decision_always_has_its_logits(
         if span is None:
             continue
         assert span.num_tokens <= budget.tokens
-        assert span.num_logits <= budget.logits
+        assert span.num_decided <= budget.logits
         shift = 1 if strategy.mask_block == 1 else 0
         for low, high in ((span.decide_start, span.decide_stop),):
             assert low == high or span.start <= low - shift < high - shift <= span.stop
