@@ -14,7 +14,7 @@ import torch
 from engine_service.attention.base import AttentionBackend, plan_step
 from engine_service.config import EngineConfig
 from engine_service.core.step import Span
-from engine_service.models.base import CausalModel
+from engine_service.models.base import CausalModel, ModelTraits
 from engine_service.resolve import ResolvedConfig
 from engine_service.sampling.batch import DecideBatch, Wants
 from engine_service.sampling.sampler import choose, token_logprobs
@@ -42,14 +42,14 @@ def find_room(
     RAM that is left free.
     """
     if device.type != "cuda":
-        prompts = _prompts(_WARM_UP_TOKENS, resolved, model.traits.mask_block)
+        prompts = whole_prompts(_WARM_UP_TOKENS, resolved, model.traits.mask_block)
         rehearse(prompts, 1, resolved, model, backend, device)
         return _cpu_room(config)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     for spans in (
-        _prompts(resolved.token_budget, resolved, model.traits.mask_block),
-        _full_rows(resolved, model.traits.mask_block),
+        whole_prompts(resolved.token_budget, resolved, model.traits.mask_block),
+        full_rows(resolved, model.traits),
     ):
         rehearse(spans, resolved.logit_chunk, resolved, model, backend, device)
     torch.cuda.synchronize(device)
@@ -90,18 +90,22 @@ def rehearse(
     _sample(hidden, batch.decides[0], num_logits, model, tables)
 
 
-def _prompts(num_tokens: int, resolved: ResolvedConfig, block: int) -> list[Span]:
+def whole_prompts(num_tokens: int, resolved: ResolvedConfig, block: int) -> list[Span]:
     """Whole prompts of `num_tokens` tokens in all, as long as rows allow."""
     longest = max(block, min(num_tokens, resolved.table_width) // block * block)
     num_spans = max(1, min(resolved.max_rows, num_tokens // longest))
     return [Span(row, 0, longest, longest, block, longest - 1, longest) for row in range(num_spans)]
 
 
-def _full_rows(resolved: ResolvedConfig, block: int) -> list[Span]:
-    """One block at the end of every row, each as long as rows get."""
-    stop = resolved.table_width // block * block
+def full_rows(resolved: ResolvedConfig, traits: ModelTraits) -> list[Span]:
+    """The last block that every row decides something behind, each as long as rows get."""
+    block = traits.mask_block
+    stop = (resolved.table_width - 1) // block * block
+    decided = stop - 1 + traits.logits_shift
     num_spans = max(1, min(resolved.max_rows, resolved.token_budget // block))
-    return [Span(row, stop - block, stop, stop, block, stop - 1, stop) for row in range(num_spans)]
+    return [
+        Span(row, stop - block, stop, stop, block, decided, decided + 1) for row in range(num_spans)
+    ]
 
 
 def _sample(

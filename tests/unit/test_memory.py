@@ -1,0 +1,39 @@
+"""The profiling pass rehearses steps that real plans could contain, on any device."""
+
+import pytest
+import torch
+
+from engine_service.attention.base import AttentionShape
+from engine_service.attention.select import create_backend
+from engine_service.config import EngineConfig
+from engine_service.resolve import resolve
+from engine_service.worker.checkpoint import fetch_checkpoint
+from engine_service.worker.memory import full_rows, rehearse, whole_prompts
+from engine_service.worker.weights import load_model, read_traits
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("max_model_len", [192, 250])
+@pytest.mark.parametrize("name", ["demo", "demo-block"])
+def test_prompts_and_full_rows_run(name: str, max_model_len: int) -> None:
+    config = EngineConfig(model=name, max_model_len=max_model_len, max_rows=4, token_budget=300)
+    checkpoint = fetch_checkpoint(config, lambda *_: None)
+    traits = read_traits(checkpoint)
+    resolved = resolve(config, traits, CPU)
+    model = load_model(config, checkpoint, device=CPU, dtype=torch.float32, report=lambda *_: None)
+    shape = AttentionShape(
+        num_heads=traits.num_heads,
+        num_kv_heads=traits.num_kv_heads,
+        head_dim=traits.head_dim,
+        page_size=resolved.page_size,
+        dtype=torch.float32,
+    )
+    backend = create_backend("sdpa", shape)
+    prompts = whole_prompts(resolved.token_budget, resolved, traits.mask_block)
+    rows = full_rows(resolved, traits)
+    assert 0 < sum(span.num_tokens for span in prompts) <= resolved.token_budget
+    assert len(rows) == 4
+    assert all(max_model_len - 2 * traits.mask_block <= span.kv_len for span in rows)
+    for spans in (prompts, rows):
+        rehearse(spans, 2, resolved, model, backend, CPU)
