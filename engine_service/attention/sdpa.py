@@ -102,8 +102,10 @@ class SdpaBackend(AttentionBackend):
         store_kv(cache.k, k_TKD, plan.page, plan.offset)
         store_kv(cache.v, v_TKD, plan.page, plan.offset)
         if plan.tail is not None:
-            cache.k[plan.tail] = 0
-            cache.v[plan.tail] = 0
+            # A zero of the host would make the device wait for it.
+            zero = cache.k.new_zeros(())
+            cache.k.index_put_(plan.tail, zero)
+            cache.v.index_put_(plan.tail, zero)
         if len(plan.groups) == 1 and plan.groups[0].tokens is None:
             return self._attend(q_THD, cache, plan.groups[0], plan.scratch, scale)
         out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)

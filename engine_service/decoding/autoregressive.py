@@ -74,9 +74,9 @@ class Autoregressive(DecodeStrategy):
         """One token per span, written behind the committed ones."""
         rows, positions, tables = batch.rows, batch.positions, batch.tables
         token_ids = choose(batch, torch.zeros_like(positions)).token_ids
-        tables.tokens[rows, positions] = token_ids
-        tables.fixed[rows, positions] = True
         final = torch.ones_like(token_ids, dtype=torch.bool)
+        tables.tokens[rows, positions] = token_ids
+        tables.fixed[rows, positions] = final
         scores = token_logprobs(batch, token_ids)
         return DecideResult(
             token_ids=token_ids,

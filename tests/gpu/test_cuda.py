@@ -87,6 +87,7 @@ def test_preemption_changes_nothing() -> None:
     assert sum(output.usage.preemptions for output in tight) > 0
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("model", ["demo", "demo-block"])
 def test_no_step_waits_for_the_device_while_it_is_launched(model: str) -> None:
     """A launch that waits would undo the overlap; `collect` alone may wait, on its own event."""

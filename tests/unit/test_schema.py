@@ -329,3 +329,11 @@ def test_each_route_refuses_what_only_the_other_knows() -> None:
             with pytest.raises(Unsupported) as caught:
                 ask(**{name: "asks for something"})
             assert caught.value.param == name
+
+
+def test_every_field_of_the_tokenizer_routes_is_known() -> None:
+    """A new one must be read in admin.py, with a test in test_frontend_bad_input or _openai."""
+    chats = {"messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+    texts = {"model", "prompt", "add_special_tokens", "return_token_strs"}
+    assert set(TokenizeBody.model_fields) == chats | texts
+    assert set(DetokenizeBody.model_fields) == {"model", "tokens", "skip_special_tokens"}

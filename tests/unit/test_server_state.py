@@ -147,7 +147,7 @@ def new_row(row: int, prompt: list[int], choice: int = 0, more: tuple[int, ...] 
         suppress=(), logprobs=1, prompt_logprobs=None,
     )  # fmt: skip
     tokens = [*prompt, *more]
-    return NewRow(row, 1, tokens, len(prompt), EMPTY_CANVAS, "autoregressive", None, sampling)
+    return NewRow(row, tokens, len(prompt), EMPTY_CANVAS, "autoregressive", None, sampling)
 
 
 def test_simulated_tokens_depend_on_request_and_position_only() -> None:

@@ -10,8 +10,8 @@ import torch
 
 from engine_service.core.step import Canvas, PageAppend, Span
 from engine_service.sampling.rng import request_seed
-from engine_service.worker.batch import build_batch
 from engine_service.staging import stage
+from engine_service.worker.batch import build_batch
 from engine_service.worker.tables import RowTables
 from tests.row_builders import causal_span, make_row
 
