@@ -41,7 +41,7 @@ async def die_in_the_middle(stack: Stack, stub: object) -> None:
         await other.submit(1, 5, 6, 7, max_tokens=1500, stop=ENDLESS)
         await other.first_token(1)
         calls = [faces.text.GenerateStream(request) for _ in range(5)]
-        await asyncio.gather(*[call.read() for call in calls[:3]])
+        # Which of the five run is a matter of arrival, so nobody reads: their number says enough.
         await faces.until_busy(lambda running, waiting, *_: (running, waiting) == (4, 2))
         aborted = await faces.count("aborted")
         os.kill(stack.services["frontend"], signal.SIGKILL)
