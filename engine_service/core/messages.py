@@ -89,6 +89,8 @@ class Finish(NamedTuple):
     detail: str
     usage: Usage
     timings: Timings
+    pauses: tuple[tuple[int, int], ...] = ()
+    """Monotonic (preempted, resumed) times, the first MAX_PAUSES of them."""
 
 
 class Load(NamedTuple):

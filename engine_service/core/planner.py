@@ -32,6 +32,8 @@ class Planner:
         self._waiting = WaitingQueue()
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
         self._catch_up_first = False
+        self._now = 0
+        """Of the plan that is being made."""
         self._waits_for_pages = False
         """A row found no page: nothing is launched until preemption is possible again."""
 
@@ -71,6 +73,7 @@ class Planner:
         `beside_step` says that a step is in flight: requests that it names do what their strategy
         knows ahead of the decision, and nobody is preempted.
         """
+        self._now = now
         draft = StepDraft(self._limits.token_budget, self._limits.logit_budget)
         if beside_step and self._waits_for_pages:
             return draft
@@ -168,6 +171,7 @@ class Planner:
         request.num_cached = 0
         request.decoding = False
         request.preemptions += 1
+        request.paused_ns = self._now
         self._waiting.add(request)
 
     def _plan_waiting(self, draft: StepDraft, aged_before: int, now: int) -> None:
@@ -206,6 +210,7 @@ class Planner:
         self._waiting.remove(request)
         self._running[request.key] = request
         self._free_rows.pop()
+        request.resume(now)
         if request.started_ns is None:
             request.started_ns, request.cached_tokens = now, request.num_cached
         draft.add(request, span)

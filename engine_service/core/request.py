@@ -14,6 +14,9 @@ from engine_service.core.params import ResolvedSampling
 from engine_service.core.step import Canvas, Span
 from engine_service.core.strategy import DecodeStrategy, View
 
+MAX_PAUSES = 64
+"""Spans of one request that a trace shows at most, for requests that are preempted for ever."""
+
 
 class Ending(NamedTuple):
     """Why a request ends. `output_tokens` overrides the count that usage reports."""
@@ -69,8 +72,17 @@ class Request:
     forward_passes: int = 0
     denoise_steps: int = 0
     preemptions: int = 0
+    paused_ns: int | None = None
+    """When it was preempted; None while it has not been, or runs again."""
+    pauses: tuple[tuple[int, int], ...] = ()
     started_ns: int | None = None
     first_token_ns: int | None = None
+
+    def resume(self, now_ns: int) -> None:
+        """Takes down how long a preempted request waited; nothing for others."""
+        if self.paused_ns is not None:
+            self.pauses = (*self.pauses, (self.paused_ns, now_ns))[:MAX_PAUSES]
+            self.paused_ns = None
 
     def look_ahead(self) -> None:
         """Finds `smooth_until` anew, whenever one of its bounds has moved."""
@@ -123,4 +135,7 @@ class Request:
             prefill_ns=first_token - started,
             decode_ns=now_ns - first_token,
         )
-        return Finish(ending.reason, ending.stop_token_id, ending.detail, usage, timings)
+        self.resume(now_ns)
+        return Finish(
+            ending.reason, ending.stop_token_id, ending.detail, usage, timings, self.pauses
+        )

@@ -82,8 +82,8 @@ class Desk:
 
     def submit(self, submit: Submit, sink: Sink, handle: int, trace: tuple[str, str]) -> int:
         """Starts a sequence; `trace` is the caller's (traceparent, tracestate)."""
-        self.check_open()
-        ended = trace_request(self._tracer, submit, trace)
+        block_length = self.check_open().block_length
+        ended = trace_request(self._tracer, submit, trace, block_length)
         return self.core.submit(submit, sink, handle, ended=ended)
 
     def enter(self, session: OpenSession) -> str:

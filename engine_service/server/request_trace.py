@@ -18,7 +18,9 @@ _FAILED = {
 }
 
 
-def trace_request(tracer: Tracer, submit: Submit, parent: tuple[str, str]) -> Ended:
+def trace_request(
+    tracer: Tracer, submit: Submit, parent: tuple[str, str], block_length: int
+) -> Ended:
     """Opens the request's SERVER span below (traceparent, tracestate); the result closes it."""
     span = tracer.start(SPAN, parse(*parent), start_ns=epoch_ns(submit.arrival_ns))
     if not span.recording:
@@ -32,7 +34,7 @@ def trace_request(tracer: Tracer, submit: Submit, parent: tuple[str, str]) -> En
             return
         _phases(span, outcome)
         error = _FAILED.get(outcome.reason)
-        span.end(attributes=attributes | _usage(outcome), error=error)
+        span.end(attributes=attributes | _usage(outcome, block_length), error=error)
 
     return ended
 
@@ -54,12 +56,18 @@ def _phases(span: Span, finish: Finish) -> None:
         if length or name == "engine.queue":
             span.child(name, start_ns=start).end(end_ns=start + length)
         start += length
+    for preempted, resumed in finish.pauses:
+        pause = span.child("engine.preempted", start_ns=epoch_ns(preempted))
+        pause.end(end_ns=epoch_ns(resumed))
 
 
-def _usage(finish: Finish) -> Attributes:
+def _usage(finish: Finish, block_length: int) -> Attributes:
     usage = finish.usage
     passes = max(1, usage.forward_passes)
-    return {
+    length = usage.prompt_tokens + usage.output_tokens
+    touched = -(-length // block_length) - usage.prompt_tokens // block_length
+    of_diffusion: Attributes = {"tidemill.blocks": touched} if usage.denoise_steps else {}
+    return of_diffusion | {
         "gen_ai.response.finish_reasons": finish.reason.name.lower(),
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.output_tokens,

@@ -164,6 +164,47 @@ async def test_traces_have_one_id_and_the_right_parents(tmp_path: Path) -> None:
     assert {"gen_ai.usage.output_tokens", "tidemill.tokens_per_forward"} <= keys
 
 
+async def test_a_preemption_shows_in_its_trace(tmp_path: Path) -> None:
+    """Two requests of 13 pages each in a pool of 16: the later one waits for the earlier one."""
+    small = {"executor": "simulated", "simulated_step_ms": 0.5, "num_pages": 16, "page_size": 16}
+    with collecting() as (collector, endpoint):
+        async with (
+            real_engine(tmp_path, **small, otlp_endpoint=endpoint) as server,
+            stubs(server) as stub,
+            session(stub) as client,
+        ):
+            for handle in (1, 2):
+                await client.submit(handle, 5, max_tokens=200, traceparent=HEADER)
+            await client.drain(1, 2)
+            pauses = [client.ends[handle][0].usage.preemptions for handle in (1, 2)]
+    assert pauses[0] == 0 < pauses[1]
+    spans = {span.span_id: span for span in collector.spans}
+    waits = [span for span in spans.values() if span.name == "engine.preempted"]
+    assert len(waits) == pauses[1]
+    for wait in waits:
+        root = spans[wait.parent_span_id]
+        assert root.start_time_unix_nano < wait.start_time_unix_nano
+        assert wait.start_time_unix_nano < wait.end_time_unix_nano <= root.end_time_unix_nano
+
+
+async def test_a_diffusion_request_shows_its_blocks(tmp_path: Path) -> None:
+    built_in = {"model": "demo-block", "load_format": "auto", "max_model_len": 64}
+    with collecting() as (collector, endpoint):
+        async with (
+            real_engine(tmp_path, **built_in, otlp_endpoint=endpoint) as server,
+            stubs(server) as stub,
+            session(stub) as client,
+        ):
+            stop = pb.StopSpec(ignore_eos=True)
+            await client.submit(1, 65, max_tokens=40, stop=stop, traceparent=HEADER)
+            await client.drain(1)
+    assert "engine.denoise" in {span.name for span in collector.spans}
+    (root,) = [span for span in collector.spans if span.name.endswith("/Generate")]
+    values = {a.key: a.value.int_value for a in root.attributes}
+    assert values["tidemill.blocks"] == 3
+    assert values["tidemill.denoise_steps"] >= 3
+
+
 async def test_a_tiny_real_model_and_its_death(tmp_path: Path) -> None:
     async with (
         real_engine(tmp_path, max_model_len=256, num_pages=64) as server,

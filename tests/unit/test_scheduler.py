@@ -229,6 +229,9 @@ def test_the_youngest_of_the_lowest_priority_is_preempted_with_its_canvas() -> N
     desk.run()
     assert desk.tokens == {1: 30, 2: 20, 3: 12}
     assert desk.finishes[3].usage.preemptions >= 1
+    assert len(desk.finishes[3].pauses) == desk.finishes[3].usage.preemptions
+    assert all(left < back for left, back in desk.finishes[3].pauses)
+    assert desk.finishes[1].pauses == ()
 
 
 def test_rows_and_pages_of_an_ended_request_wait_for_the_step_in_flight() -> None:
