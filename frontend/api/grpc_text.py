@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
@@ -33,6 +33,16 @@ _FOREVER_S = 1e8
 """time_remaining() of a call without a deadline is larger than this, or None."""
 
 
+class _Form(NamedTuple):
+    """What tells completions and chats apart on the wire."""
+
+    prefix: str
+    to_request: Callable[[Any, Any], TextRequest]
+    to_choice: Callable[[TextDelta | ChoiceResult, Any], Any]
+    whole: Any
+    piece: Any
+
+
 class TextServicer:
     """The methods of TextService."""
 
@@ -41,61 +51,46 @@ class TextServicer:
 
     async def Generate(self, request: Any, context: Any) -> Any:
         """Text for a prompt, in one message."""
-        with self._ingress("Generate", context) as (ingress, metadata):
-            wanted = convert.to_text_request(request, metadata)
-            async with self._desk.generation(wanted, ingress) as generation:
-                results = await generation.collect()
-        return pb.TextServiceGenerateResponse(
-            choices=[_text_choice(r, request.options) for r in results],
-            prompt_logprobs=_scores_of(generation, wanted),
-            **_frame("cmpl", generation, ingress),
-            **_totals(generation, context),
-        )
+        return await self._answer(_TEXT, "Generate", request, context)
 
     async def GenerateStream(self, request: Any, context: Any) -> None:
         """The same in pieces; the last message carries the usage."""
-        with self._ingress("GenerateStream", context) as (ingress, metadata):
-            wanted = convert.to_text_request(request, metadata)
-            async with self._desk.generation(wanted, ingress) as generation:
-                frame = _frame("cmpl", generation, ingress)
-                scores = PromptScores(generation.choices, wanted)
-                async for news in generation.deltas():
-                    for delta in news:
-                        message = pb.GenerateStreamResponse(**frame)
-                        message.prompt_logprobs.extend(_news_of_prompt(scores, delta))
-                        if _has_news(delta, request.options):
-                            message.choice.CopyFrom(_text_choice(delta, request.options))
-                        await _write(context, message, delta, generation)
-            await context.write(pb.GenerateStreamResponse(**frame, **_totals(generation, context)))
+        await self._stream(_TEXT, "GenerateStream", request, context)
 
     async def Chat(self, request: Any, context: Any) -> Any:
         """An answer to messages, in one message."""
-        with self._ingress("Chat", context) as (ingress, metadata):
-            wanted = convert.to_chat_request(request, metadata)
-            async with self._desk.generation(wanted, ingress) as generation:
-                results = await generation.collect()
-        return pb.ChatResponse(
-            choices=[_chat_choice(r, request.options) for r in results],
-            prompt_logprobs=_scores_of(generation, wanted),
-            **_frame("chatcmpl", generation, ingress),
-            **_totals(generation, context),
-        )
+        return await self._answer(_CHAT, "Chat", request, context)
 
     async def ChatStream(self, request: Any, context: Any) -> None:
         """The same in pieces; the last message carries the usage."""
-        with self._ingress("ChatStream", context) as (ingress, metadata):
-            wanted = convert.to_chat_request(request, metadata)
+        await self._stream(_CHAT, "ChatStream", request, context)
+
+    async def _answer(self, form: _Form, method: str, request: Any, context: Any) -> Any:
+        with self._ingress(method, context) as (ingress, metadata):
+            wanted = form.to_request(request, metadata)
             async with self._desk.generation(wanted, ingress) as generation:
-                frame = _frame("chatcmpl", generation, ingress)
+                results = await generation.collect()
+        return form.whole(
+            choices=[form.to_choice(r, request.options) for r in results],
+            prompt_logprobs=_scores_of(generation, wanted),
+            **_frame(form.prefix, generation, ingress),
+            **_totals(generation, context),
+        )
+
+    async def _stream(self, form: _Form, method: str, request: Any, context: Any) -> None:
+        with self._ingress(method, context) as (ingress, metadata):
+            wanted = form.to_request(request, metadata)
+            async with self._desk.generation(wanted, ingress) as generation:
+                frame = _frame(form.prefix, generation, ingress)
                 scores = PromptScores(generation.choices, wanted)
                 async for news in generation.deltas():
                     for delta in news:
-                        message = pb.ChatStreamResponse(**frame)
+                        message = form.piece(**frame)
                         message.prompt_logprobs.extend(_news_of_prompt(scores, delta))
                         if _has_news(delta, request.options):
-                            message.choice.CopyFrom(_chat_choice(delta, request.options))
+                            message.choice.CopyFrom(form.to_choice(delta, request.options))
                         await _write(context, message, delta, generation)
-            await context.write(pb.ChatStreamResponse(**frame, **_totals(generation, context)))
+            await context.write(form.piece(**frame, **_totals(generation, context)))
 
     async def Tokenize(self, request: Any, context: Any) -> Any:
         """Token ids of a text or of rendered messages."""
@@ -268,3 +263,15 @@ def _common(result: TextDelta | ChoiceResult, options: Any) -> dict[str, Any]:
         "logprobs": convert.logprob_messages(result.logprobs),
         "token_ids": result.token_ids if options.return_token_ids else (),
     }
+
+
+_TEXT = _Form(
+    "cmpl",
+    convert.to_text_request,
+    _text_choice,
+    pb.TextServiceGenerateResponse,
+    pb.GenerateStreamResponse,
+)
+_CHAT = _Form(
+    "chatcmpl", convert.to_chat_request, _chat_choice, pb.ChatResponse, pb.ChatStreamResponse
+)
