@@ -23,7 +23,7 @@ class EngineConfig:
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """Where weights come from; dummy needs only a config.json and draws random weights."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of weights and KV; auto: the checkpoint's on CUDA, float32 on CPU."""
+    """Number format of weights and KV; auto: float32 on CPU, the checkpoint's or float16 on GPU."""
     device: str = "auto"
     """cpu, cuda, cuda:N, or auto (CUDA when there is one)."""
     tensor_parallel_size: int = 1
@@ -58,8 +58,10 @@ class EngineConfig:
     """Knobs of the default method, as JSON."""
     generation_config: Literal["auto", "none"] = "auto"
     """Take sampling defaults from the checkpoint's generation_config.json (auto) or not."""
-    attention_backend: Literal["auto", "sdpa", "reference"] = "auto"
-    """Attention library; auto picks by device."""
+    attention_backend: Literal["auto", "flash", "triton", "sdpa", "reference"] = "auto"
+    """Attention library; auto takes the fastest that works: flash or triton on CUDA."""
+    enforce_eager: bool = False
+    """Launch every kernel by itself instead of replaying CUDA graphs."""
     seed: int = 0
     """Seed of dummy weights and of requests that bring none (0: a fresh one per request)."""
     executor: Literal["model", "simulated"] = "model"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -12,9 +13,14 @@ from frontend.config import FrontendConfig
 from tidemill.runtime import log, options
 from tidemill.runtime.errors import ServiceError
 
+_CALM = (50_000, 20, 20)
+"""Thresholds of the cycle collector. With Python's own it takes a tenth of the time of 256 streams,
+for cycles that a token does not make; those of requests still go."""
+
 
 async def serve(config: FrontendConfig) -> int:
     """Runs a frontend until it is told to stop; returns the exit status."""
+    gc.set_threshold(*_CALM)
     server = await FrontendServer.start(config)
     return await server.run()
 

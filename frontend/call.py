@@ -29,16 +29,20 @@ class Call:
         *,
         release: Callable[[list[int], bool], None],
         stop: Callable[[int, int, str], None],
+        announce: Callable[[Callable[[], None]], None],
     ) -> None:
         """`release(handles, abort)` forgets handles, `stop(handle, completion_tokens, string)`
-        tells the engine where a text ended."""
+        tells the engine where a text ended, `announce(wake)` calls `wake` when the reader may look
+        at its news."""
         self._handles = handles
         self._live = set(handles)
         self._release = release
         self._stop = stop
+        self._announce = announce
+        self._loop = asyncio.get_running_loop()
         self._unread: dict[int, Delta] = {}
         self._num_unread_bytes = 0
-        self._news = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._error: ServiceError | None = None
         self.has_begun = False
         """Whether anything of any sequence has arrived."""
@@ -51,8 +55,8 @@ class Call:
     async def read(self) -> list[Delta]:
         """Everything new, at least one delta; raises the request's error once all is read."""
         if not self._unread and self._error is None:
-            self._news.clear()
-            await self._news.wait()
+            self._waiter = self._loop.create_future()
+            await self._waiter
         if self._unread:
             deltas = list(self._unread.values())
             self._unread, self._num_unread_bytes = {}, 0
@@ -110,7 +114,7 @@ class Call:
         """Ends the whole request; what has arrived can still be read."""
         self._live.clear()
         self._error = self._error or error
-        self._news.set()
+        self._wake()
 
     def _count(self, entries: list[TokenLogprobs]) -> None:
         self._num_unread_bytes += sum(_BYTES_PER_ALTERNATIVE * len(e.token_ids) for e in entries)
@@ -120,5 +124,12 @@ class Call:
         if delta is None:
             delta = self._unread[index] = Delta(index)
             self.has_begun = True
-            self._news.set()
+            if len(self._unread) == 1:
+                self._announce(self._wake)
         return delta
+
+    def _wake(self) -> None:
+        """The news may be read already: who finds some does not wait to be woken."""
+        has_news = self._unread or self._error is not None
+        if has_news and self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

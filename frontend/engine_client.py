@@ -21,6 +21,7 @@ from frontend.call import Call
 from frontend.messages import EngineFacts, Load
 from frontend.messages import Sequence as EngineSequence
 from frontend.outbox import Outbox
+from frontend.rounds import Rounds
 from tidemill import __version__
 from tidemill.runtime.errors import (
     EngineDead,
@@ -63,6 +64,7 @@ class EngineClient:
         self._slots: dict[int, tuple[Call, int]] = {}
         self._handles = itertools.count(1)
         self._outbox: Outbox[pb.SessionRequest] = Outbox()
+        self._rounds = Rounds()
         self._ready = asyncio.Event()
         self._draining = False
         self._task: asyncio.Task[None] | None = None
@@ -70,8 +72,7 @@ class EngineClient:
         self.instance_id = ""
         self.load = Load()
         self.last_error = f"no connection to the engine at {address} yet"
-        self._last_reason = ""
-        self._is_retriable = True
+        self._last_reason, self._is_retriable = "", True
 
     def start(self) -> None:
         """Begins connecting in the background. Call in the running loop, once."""
@@ -134,7 +135,9 @@ class EngineClient:
         self.check_ready()
         self._outbox.check_room()
         handles = [next(self._handles) for _ in sequences]
-        call = Call(handles, release=self._release, stop=self._stop_matched)
+        call = Call(
+            handles, release=self._release, stop=self._stop_matched, announce=self._rounds.put
+        )
         for handle, sequence in zip(handles, sequences, strict=True):
             self._slots[handle] = (call, sequence.index)
             submit = pb.Submit(handle=handle, spec=convert.to_spec(sequence))

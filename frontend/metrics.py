@@ -5,12 +5,58 @@ Names mirror those that dashboards of other servers use, under the prefix `tidem
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _LONG_SECONDS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _CHOICES = (1, 2, 5, 10, 20)
+
+
+class GapCounts:
+    """How many gaps fell into each bucket, and their sum in seconds."""
+
+    __slots__ = ("counts", "sum_s")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(_SECONDS) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Counts one gap: the bucket of the least bound that is not below it."""
+        self.counts[bisect_left(_SECONDS, seconds)] += 1
+        self.sum_s += seconds
+
+
+class Gaps:
+    """A histogram that is told of every token, by model.
+
+    The library's own takes an eighth of the time that a token costs here, for locks that one event
+    loop does not need; this one makes its samples when they are asked for.
+    """
+
+    def __init__(self, name: str, doc: str) -> None:
+        self._name = name
+        self._doc = doc
+        self._models: dict[str, GapCounts] = {}
+
+    def labels(self, model_name: str) -> GapCounts:
+        """The counts of a model."""
+        return self._models.setdefault(model_name, GapCounts())
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """What a registry asks for: buckets are cumulative."""
+        family = HistogramMetricFamily(self._name, self._doc, labels=["model_name"])
+        for model_name, seen in self._models.items():
+            bounds = [*map(str, map(float, _SECONDS)), "+Inf"]
+            buckets = list(zip(bounds, accumulate(seen.counts), strict=True))
+            family.add_metric([model_name], buckets, seen.sum_s)
+        yield family
 
 
 class Metrics:
@@ -32,9 +78,10 @@ class Metrics:
         self.forward_passes = counter("forward_passes", "Model steps of finished choices.")
         self.num_preemptions = counter("num_preemptions", "Preemptions of finished choices.")
         self.time_to_first_token = seconds("time_to_first_token_seconds", "Until first text.")
-        self.inter_token_latency = seconds(
-            "inter_token_latency_seconds", "Between deliveries of one choice."
+        self.inter_token_latency = Gaps(
+            "tidemill_inter_token_latency_seconds", "Between deliveries of one choice."
         )
+        self._registry.register(self.inter_token_latency)
         self.time_per_output_token = seconds(
             "request_time_per_output_token_seconds", "(end to end - first) / (tokens - 1)."
         )

@@ -2,13 +2,17 @@
 
 import os
 import random
-from importlib import import_module
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import hypothesis
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before any kernel is defined: Triton then runs them as numpy programs.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 hypothesis.settings.register_profile("house", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("house")
@@ -29,7 +33,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     wanting = [item for item in items if item.get_closest_marker("gpu")]
-    if wanting and not import_module("torch").cuda.is_available():
+    if wanting and not torch.cuda.is_available():
         for item in wanting:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 

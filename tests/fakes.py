@@ -313,6 +313,7 @@ def _decision(result: DecideResult, start: int, stop: int, num_more: int | None)
             )
             for i in range(start, stop)
         ]
-    return Decision(
-        result.token_ids[start:stop].tolist(), result.final[start:stop].tolist(), logprobs
-    )
+    token_ids = result.token_ids[start:stop].tolist()
+    final = result.final
+    flags = [True] * len(token_ids) if final is None else final[start:stop].tolist()
+    return Decision(token_ids, flags, logprobs)

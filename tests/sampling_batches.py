@@ -5,7 +5,8 @@ It does not know the worker; tests of the sampler need no tables of the real kin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 
@@ -106,3 +107,17 @@ def make_batch(
         tables=make_tables(rows, banned=banned),
         wants=wants or make_wants(rows, logprobs=logprobs),
     )
+
+
+def on_device(batch: DecideBatch, device: str) -> DecideBatch:
+    """The batch with every tensor of it and of its tables on `device`."""
+
+    def moved(of: Any) -> dict[str, torch.Tensor]:
+        values = {item.name: getattr(of, item.name) for item in fields(of)}
+        return {
+            name: value.to(device)
+            for name, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    return replace(batch, **moved(batch), tables=replace(batch.tables, **moved(batch.tables)))

@@ -21,7 +21,16 @@ from engine_service.rank import compose
 from frontend.request import Chat
 from frontend.template import load_template
 from frontend.tokenizer import TextTokenizer
-from tidemill.offline import Mailbox, NoText, Pending, TextPrompt, to_submits
+from tidemill.offline import (
+    Line,
+    Mailbox,
+    NoText,
+    Pending,
+    TextPrompt,
+    calm_collector,
+    spread,
+    to_submits,
+)
 from tidemill.outputs import RequestOutput
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 from tidemill.sampling_params import SamplingParams
@@ -50,15 +59,16 @@ class LLM:
                 raise TypeError(f"LLM() got an unknown keyword {name!r}{hint}")
         # A queue bound protects a service from its callers; here the caller holds the queue.
         self.config = EngineConfig(model=model, **{"max_queued_requests": sys.maxsize, **config})
-        engine = compose(self.config, _silent)
-        self.facts = engine.facts
-        self._scheduler = engine.scheduler
+        self.engine = compose(self.config, _silent)
+        """Its parts, for those who measure them."""
+        self.facts = self.engine.facts
+        self._scheduler = self.engine.scheduler
         self._mail = Mailbox()
         self._loop = CoreLoop(
             inbox=self._mail,
             outbox=self._mail,
-            scheduler=engine.scheduler,
-            executor=engine.executor,
+            scheduler=self.engine.scheduler,
+            executor=self.engine.executor,
             heartbeat_s=math.inf,
         )
         self._tokenizer: TextTokenizer | None = None
@@ -72,7 +82,7 @@ class LLM:
             self._tokenizer = TextTokenizer(Path(self.facts.tokenizer_dir))
         self._ids = itertools.count()
         self._keys = itertools.count(1)
-        self._live: dict[int, tuple[Pending, int]] = {}
+        self._live: dict[int, Line] = {}
         self._requests: dict[str, Pending] = {}
 
     def generate(
@@ -92,7 +102,8 @@ class LLM:
         try:
             for prompt, knobs in zip(listed, params, strict=True):
                 taken.append(self.add_request(prompt, knobs))
-            self._run(taken, use_tqdm)
+            with calm_collector():
+                self._run(taken, use_tqdm)
         except BaseException:
             self._drop(taken)
             raise
@@ -131,10 +142,10 @@ class LLM:
         pending = Pending(request_id, self._read(prompt), params, self._tokenizer or NoText())
         keys: list[int] = []
         try:
-            for index, submit in enumerate(to_submits(pending, self._keys)):
+            for line, submit in zip(pending.lines, to_submits(pending, self._keys), strict=True):
                 self._scheduler.submit(submit)
                 keys.append(submit.key)
-                self._live[submit.key] = (pending, index)
+                self._live[submit.key] = line
         except Exception:
             self._forget(keys)
             raise
@@ -147,13 +158,15 @@ class LLM:
         `get_output` returns the same values later, once each.
         """
         self._loop.turn()
-        finished: list[Pending] = []
+        finished: dict[str, Pending] = {}
         for output in self._mail.take():
-            for key, count, stop_string in Pending.take(output, self._live):
+            for key, count, stop_string in spread(output, self._live):
                 self._scheduler.abort(Abort(key, FinishReason.STOP_STRING, count, stop_string))
-            ended = [self._live.pop(output.keys[row], None) for row, _ in output.finished]
-            finished += [owner[0] for owner in ended if owner is not None]
-        return [pending.output for pending in finished if pending.is_finished]
+            for row, _ in output.finished:
+                line = self._live.pop(output.keys[row], None)
+                if line is not None:
+                    finished[line.request_id] = self._requests[line.request_id]
+        return [pending.output for pending in finished.values() if pending.is_finished]
 
     def get_output(self, request_id: str) -> RequestOutput | None:
         """The request's output, once, when it has finished; else None. Unknown ids raise."""
@@ -189,9 +202,10 @@ class LLM:
 
     def _drop(self, request_ids: list[str]) -> None:
         """Takes back what a failed call has queued."""
-        for request_id in request_ids:
-            pending = self._requests.pop(request_id, None)
-            self._forget([k for k, (owner, _) in self._live.items() if owner is pending])
+        dropped = set(request_ids)
+        self._forget([key for key, line in self._live.items() if line.request_id in dropped])
+        for request_id in dropped:
+            self._requests.pop(request_id, None)
 
     def _forget(self, keys: list[int]) -> None:
         for key in keys:

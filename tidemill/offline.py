@@ -6,8 +6,10 @@ not know the scheduler: it makes Submit messages and reads StepOutput columns.
 
 from __future__ import annotations
 
+import gc
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from engine_service.core.messages import Command, Event, StepOutput, Submit
@@ -21,6 +23,8 @@ from frontend.tokenizer import Piece, Vocabulary
 from tidemill.outputs import CompletionOutput, Logprob, RequestOutput, RequestUsage
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.sampling_params import SamplingParams
+
+_CALM = (50_000, 20, 20)
 
 
 class NoText:
@@ -37,6 +41,21 @@ class NoText:
 
     def flush(self) -> str:
         return ""
+
+
+@contextmanager
+def calm_collector() -> Iterator[None]:
+    """Keeps Python's cycle collector out of the steps, without changing the caller's settings.
+
+    With the default thresholds it takes 0.8 of 4.4 us a token at 256 rows, for cycles that a step
+    does not make.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(*_CALM)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class TextPrompt(NamedTuple):
@@ -64,15 +83,26 @@ class Mailbox:
         return taken
 
 
-class _Line:
-    """One sequence: its Choice, and everything that it has shown."""
+class Line:
+    """One sequence: what it has been sent, its Choice, and everything that it has shown.
 
-    def __init__(self, choice: Choice) -> None:
+    Tokens are kept until `read`. A line with stop strings is read every step, because one of them
+    may end it; the others once, at their end: nobody sees their text before, and a token then
+    costs its step no more than an append (0.4 instead of 3.4 us at 256 rows).
+    """
+
+    __slots__ = ("choice", "is_watched", "request_id", "shown", "unread")
+
+    def __init__(self, request_id: str, choice: Choice, *, is_watched: bool) -> None:
+        self.request_id = request_id
         self.choice = choice
+        self.is_watched = is_watched
         self.shown = TextDelta(choice.index)
+        self.unread = Delta(choice.index)
 
-    def feed(self, delta: Delta) -> bool:
-        """True when a stop string became complete just now."""
+    def read(self) -> bool:
+        """Shows what is unread; True when a stop string became complete in it."""
+        delta, self.unread = self.unread, Delta(self.choice.index)
         was_open = self.choice.matched is None
         new = self.choice.feed(delta)
         if new is not None:
@@ -82,6 +112,38 @@ class _Line:
             self.shown.finish_reason = new.finish_reason
             self.shown.stop_reason = new.stop_reason
         return was_open and self.choice.matched is not None
+
+
+def spread(output: StepOutput, live: dict[int, Line]) -> Iterator[tuple[int, int, str]]:
+    """Gives one step's tokens, scores and finishes to the lines they belong to.
+
+    Yields (key, tokens up to the match, stop string) for texts that ended at a stop string.
+    Rows of keys that nobody waits for any more are skipped.
+    """
+    keys, watched = output.keys, dict[int, Line]()
+    token_ids = struct.unpack(f"<{len(output.token_ids) // 4}I", output.token_ids)
+    start = 0
+    for key, count in zip(keys, output.counts, strict=True):
+        line = live.get(key)
+        if line is not None:
+            line.unread.token_ids += token_ids[start : start + count]
+            if line.is_watched:
+                watched[key] = line
+        start += count
+    for row, entries in output.logprobs:
+        if keys[row] in live:
+            known = [TokenLogprobs(*entry) for entry in entries if entry]
+            live[keys[row]].unread.logprobs += known
+    for row, _, scores in output.prompt_logprobs:
+        if keys[row] in live:
+            live[keys[row]].unread.prompt_logprobs += [TokenLogprobs(*entry) for entry in scores]
+    for row, finish in output.finished:
+        if keys[row] in live:
+            watched[keys[row]] = live[keys[row]]
+            live[keys[row]].unread.finish = _finish(finish)
+    for key, line in watched.items():
+        if line.read() and line.choice.finish is None:
+            yield key, line.choice.num_tokens, line.choice.matched or ""
 
 
 class Pending:
@@ -107,62 +169,38 @@ class Pending:
         self.params = params
         view, options = PromptView(prompt.token_ids, prompt.text or ""), _options(params)
         choices = (Choice(index, view, vocabulary, options) for index in range(params.n))
-        self._lines = [_Line(choice) for choice in choices]
+        self.lines = [
+            Line(request_id, choice, is_watched=bool(params.stop_strings)) for choice in choices
+        ]
 
     @property
     def is_finished(self) -> bool:
-        return all(line.choice.finish is not None for line in self._lines)
-
-    @staticmethod
-    def take(
-        output: StepOutput, live: dict[int, tuple[Pending, int]]
-    ) -> Iterator[tuple[int, int, str]]:
-        """Spreads one step over the live requests.
-
-        Yields (key, tokens up to the match, stop string) for texts that ended at a stop string.
-        Rows of keys that nobody waits for any more are skipped.
-        """
-        token_ids = struct.unpack(f"<{len(output.token_ids) // 4}I", output.token_ids)
-        logprobs, finished = dict(output.logprobs), dict(output.finished)
-        scores = {row: entries for row, _, entries in output.prompt_logprobs}
-        start = 0
-        for row, (key, count) in enumerate(zip(output.keys, output.counts, strict=True)):
-            run, start = list(token_ids[start : start + count]), start + count
-            if key not in live:
-                continue
-            pending, index = live[key]
-            line = pending._lines[index]
-            delta = Delta(index, token_ids=run)
-            delta.logprobs += [TokenLogprobs(*entry) for entry in logprobs.get(row, []) if entry]
-            delta.prompt_logprobs += [TokenLogprobs(*entry) for entry in scores.get(row, [])]
-            delta.finish = _finish(finished[row]) if row in finished else None
-            if line.feed(delta) and delta.finish is None:
-                yield key, line.choice.num_tokens, line.choice.matched or ""
+        return all(line.choice.finish is not None for line in self.lines)
 
     @property
     def output(self) -> RequestOutput:
         """The finished request."""
-        usages = [line.choice.usage for line in self._lines]
+        usages = [line.choice.usage for line in self.lines]
         prompt_logprobs = None
         if self.params.prompt_logprobs is not None:
-            prompt_logprobs = [_table(entry) for entry in self._lines[0].choice.prompt_logprobs]
+            prompt_logprobs = [_table(entry) for entry in self.lines[0].choice.prompt_logprobs]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=self.prompt.token_ids,
             prompt_logprobs=prompt_logprobs,
-            outputs=[self._completion(line) for line in self._lines],
+            outputs=[self._completion(line) for line in self.lines],
             usage=RequestUsage(
                 prompt_tokens=usages[0].prompt_tokens,
                 cached_tokens=sum(usage.cached_tokens for usage in usages),
-                output_tokens=sum(line.choice.num_tokens for line in self._lines),
+                output_tokens=sum(line.choice.num_tokens for line in self.lines),
                 forward_passes=sum(usage.forward_passes for usage in usages),
                 denoise_steps=sum(usage.denoise_steps for usage in usages),
                 preemptions=sum(usage.preemptions for usage in usages),
             ),
         )
 
-    def _completion(self, line: _Line) -> CompletionOutput:
+    def _completion(self, line: Line) -> CompletionOutput:
         shown = line.shown
         wants = self.params.logprobs is not None
         return CompletionOutput(

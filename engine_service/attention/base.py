@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from engine_service.core.step import Span
+from engine_service.kernels.store_kv import store_kv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,9 @@ class AttentionBackend(ABC):
     """One attention library. Stateless between steps apart from what `plan` returns."""
 
     name: str
+    capturable: bool = False
+    """`plan` and `attend` depend on the batch's tensors and on its host bounds alone, never on
+    `spans`: one captured CUDA graph serves every step of its bucket."""
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
@@ -99,17 +103,24 @@ class AttentionBackend(ABC):
         """Work shared by all layers of a step that have this sliding window (None: no window)."""
 
     @abstractmethod
-    def forward(
+    def attend(
+        self, q_THD: torch.Tensor, *, cache: LayerCache, plan: object, scale: float
+    ) -> torch.Tensor:
+        """[T, H, D]; the step's own keys and values are in the cache already."""
+
+    def store(
         self,
-        q_THD: torch.Tensor,
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
         *,
         cache: LayerCache,
         plan: object,
-        scale: float,
-    ) -> torch.Tensor:
-        """Stores k and v at slot_mapping, then attends; returns [T, H, D]."""
+        slots: torch.Tensor,
+    ) -> None:
+        """Writes keys and values at `slots` [T]; CUDA layers do it in the kernel that rotates."""
+        page, offset = slots // self.shape.page_size, slots % self.shape.page_size
+        store_kv(cache.k, k_TKD, page, offset)
+        store_kv(cache.v, v_TKD, page, offset)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +130,8 @@ class AttentionStep:
     backend: AttentionBackend
     plans: Mapping[int | None, object]
     caches: Sequence[LayerCache]
+    slots: torch.Tensor
+    """[T] int64: where the step's keys and values go."""
 
 
 def plan_step(
@@ -130,4 +143,4 @@ def plan_step(
 ) -> AttentionStep:
     """Plans each distinct sliding window once; `windows` is `ModelTraits.windows`."""
     plans = {window: backend.plan(batch, window=window) for window in set(windows)}
-    return AttentionStep(backend=backend, plans=plans, caches=caches)
+    return AttentionStep(backend=backend, plans=plans, caches=caches, slots=batch.slot_mapping)

@@ -24,19 +24,22 @@ class ReferenceBackend(AttentionBackend):
     def plan(self, batch: AttentionBatch, *, window: int | None) -> _Plan:
         return _Plan(batch, window)
 
-    def forward(
+    def store(
         self,
-        q_THD: torch.Tensor,
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
         *,
         cache: LayerCache,
         plan: object,
-        scale: float,
+        slots: torch.Tensor,
+    ) -> None:
+        store_kv_ref(cache.k, k_TKD, slots)
+        store_kv_ref(cache.v, v_TKD, slots)
+
+    def attend(
+        self, q_THD: torch.Tensor, *, cache: LayerCache, plan: object, scale: float
     ) -> torch.Tensor:
         assert isinstance(plan, _Plan)
-        store_kv_ref(cache.k, k_TKD, plan.batch.slot_mapping)
-        store_kv_ref(cache.v, v_TKD, plan.batch.slot_mapping)
         borders = plan.batch.cu_seqlens_q.tolist()
         spans = [
             self._attend(q_THD[start:stop], cache, plan, span, start, scale)

@@ -88,19 +88,23 @@ class SdpaBackend(AttentionBackend):
             scratch=scratch,
         )
 
-    def forward(
+    def store(
         self,
-        q_THD: torch.Tensor,
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
         *,
         cache: LayerCache,
         plan: object,
-        scale: float,
-    ) -> torch.Tensor:
+        slots: torch.Tensor,
+    ) -> None:
         assert isinstance(plan, _Plan)
         store_kv(cache.k, k_TKD, plan.page, plan.offset)
         store_kv(cache.v, v_TKD, plan.page, plan.offset)
+
+    def attend(
+        self, q_THD: torch.Tensor, *, cache: LayerCache, plan: object, scale: float
+    ) -> torch.Tensor:
+        assert isinstance(plan, _Plan)
         if plan.tail is not None:
             # A zero of the host would make the device wait for it.
             zero = cache.k.new_zeros(())

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from engine_service.core.admission import Admission
 from engine_service.core.draft import StepDraft
 from engine_service.core.finish import find_stop
-from engine_service.core.messages import Abort, FinishReason, StepOutput, Submit
+from engine_service.core.messages import Abort, FinishReason, Load, StepOutput, Submit
 from engine_service.core.output import OutputWriter
 from engine_service.core.pages import PageManager
 from engine_service.core.params import ResolvedSampling, SchedulerLimits
@@ -53,6 +53,16 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a turn of the loop would do anything."""
         return bool(self._requests) or bool(self._output)
+
+    @property
+    def load(self) -> Load:
+        """How full queue, rows and pool are."""
+        return self._planner.load
+
+    @property
+    def live_tokens(self) -> int:
+        """Positions whose KV is in the pages, or is being computed. O(requests)."""
+        return sum(r.launched.stop for r in self._requests.values() if r.launched is not None)
 
     def submit(self, submit: Submit) -> None:
         """Queues a sequence; raises the ServiceError that the caller is to get instead."""
@@ -127,7 +137,7 @@ class Scheduler:
         """What there is to tell since the last call; None when nothing, unless `heartbeat`."""
         if not self._output and not heartbeat:
             return None
-        return self._output.take(self._planner.load)
+        return self._output.take(self.load)
 
     def check_integrity(self) -> None:
         """Asserts the invariants of pages, rows and queues. For tests and debugging."""

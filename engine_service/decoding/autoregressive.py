@@ -13,6 +13,7 @@ import torch
 from engine_service.core.step import EMPTY_CANVAS, Canvas, Decision, NewRow, Span, Update, new_span
 from engine_service.core.strategy import DecodeStrategy
 from engine_service.decoding.knobs import reject_unknown
+from engine_service.kernels.store_tokens import store_tokens
 from engine_service.sampling.batch import DecideBatch, DecideResult
 from engine_service.sampling.sampler import choose, token_logprobs
 
@@ -74,13 +75,11 @@ class Autoregressive(DecodeStrategy):
         """One token per span, written behind the committed ones."""
         rows, positions, tables = batch.rows, batch.positions, batch.tables
         token_ids = choose(batch, torch.zeros_like(positions)).token_ids
-        final = torch.ones_like(token_ids, dtype=torch.bool)
-        tables.tokens[rows, positions] = token_ids
-        tables.fixed[rows, positions] = final
+        store_tokens(tables.tokens, tables.fixed, rows, positions, token_ids)
         scores = token_logprobs(batch, token_ids)
         return DecideResult(
             token_ids=token_ids,
-            final=final,
+            final=None,
             logprobs=scores.logprobs if scores else None,
             logprob_ids=scores.ids if scores else None,
             ranks=scores.ranks if scores else None,

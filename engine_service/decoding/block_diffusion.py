@@ -121,7 +121,7 @@ class BlockDiffusion(DecodeStrategy):
         count = torch.arange(len(rows), device=rows.device)
         span_of = torch.searchsorted(batch.cu_decide[1:].contiguous(), count, right=True)
         taken, block_start = self._steps_taken(batch)
-        choice = choose(batch, taken[span_of])
+        choice = choose(batch, taken[span_of], with_probs=True)
         chosen, probs = choice.token_ids, choice.probs
         is_open = ~tables.fixed[rows, positions]
         take = self._reveal(batch, span_of, probs, is_open, taken, block_start)
@@ -142,7 +142,9 @@ class BlockDiffusion(DecodeStrategy):
 
     def _steps_taken(self, batch: DecideBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """[R] decisions taken in the span's block, and its start; a new block counts from 0."""
-        first = batch.positions[batch.cu_decide[:-1]]
+        # Spans of padding may be empty, also at the very end.
+        last = len(batch.positions) - 1
+        first = batch.positions[batch.cu_decide[:-1].clamp(max=last)]
         block_start = first - first % self.mask_block
         lines = self._lines[batch.span_rows]
         return torch.where(lines[:, 3] == block_start, lines[:, 2], 0), block_start

@@ -1,29 +1,87 @@
-"""The attention layer: picks its own cache and plan out of the step. It knows no library."""
+"""The attention layer: positions, norms and the cache around an attention library.
+
+It picks its own cache and plan out of the step and knows no library.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from engine_service.attention.base import AttentionStep
+from engine_service.kernels.jit import runs_triton
+from engine_service.kernels.qk_rope_store import qk_rope_store
+from engine_service.kernels.rotary import rotate
+from engine_service.layers.norm import HeadNorm
 
 
 class PagedAttention:
-    """Softmax attention of one layer over the paged cache; it holds no parameters."""
+    """Softmax attention of one layer over the paged cache; it holds no parameters.
 
-    def __init__(self, layer: int, *, window: int | None, head_dim: int) -> None:
+    Shape legend: T tokens, H query heads, K key-value heads, D head size.
+    """
+
+    def __init__(
+        self, layer: int, *, window: int | None, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
         self.layer = layer
         self.window = window
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
         self.scale = head_dim**-0.5
 
     def __call__(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, step: AttentionStep
+        self,
+        qkv_TC: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        norm: HeadNorm | None,
+        step: AttentionStep,
     ) -> torch.Tensor:
-        """Stores k and v, then attends; [T, H, D]."""
-        return step.backend.forward(
-            q_THD,
-            k_TKD,
+        """[T, (H + 2 K) D] to [T, H D]: normalise heads, rotate, store, attend."""
+        place = self._place_fused if runs_triton(qkv_TC) else self._place
+        q_THD = place(qkv_TC, rotary, norm, step)
+        mixed = step.backend.attend(
+            q_THD, cache=step.caches[self.layer], plan=step.plans[self.window], scale=self.scale
+        )
+        return mixed.flatten(1)
+
+    def _place_fused(
+        self,
+        qkv_TC: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        norm: HeadNorm | None,
+        step: AttentionStep,
+    ) -> torch.Tensor:
+        cache = step.caches[self.layer]
+        return qk_rope_store(
+            qkv_TC,
+            *rotary,
+            norm_weight=None if norm is None else norm.weight,
+            eps=0.0 if norm is None else norm.eps,
+            k_pages=cache.k,
+            v_pages=cache.v,
+            slots=step.slots,
+            num_heads=self.num_heads,
+        )
+
+    def _place(
+        self,
+        qkv_TC: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        norm: HeadNorm | None,
+        step: AttentionStep,
+    ) -> torch.Tensor:
+        qkv = qkv_TC.view(qkv_TC.shape[0], -1, self.head_dim)
+        qk, v_TKD = qkv[:, : -self.num_kv_heads], qkv[:, -self.num_kv_heads :]
+        if norm is not None:
+            qk = norm(qk)
+        # Query and key heads turn by the same angles: one pass over both.
+        qk = rotate(qk, *rotary)
+        step.backend.store(
+            qk[:, self.num_heads :],
             v_TKD,
             cache=step.caches[self.layer],
             plan=step.plans[self.window],
-            scale=self.scale,
+            slots=step.slots,
         )
+        return qk[:, : self.num_heads]

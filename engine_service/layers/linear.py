@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from engine_service.layers.norm import RMSNorm
 from engine_service.schemes.base import LinearScheme
 
 
@@ -38,9 +39,19 @@ class Linear(nn.Module):
             self.register_parameter(name, parameter)
             self._weights[name] = parameter
 
-    def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """[T, I] to [T, sum of parts]."""
-        return self.scheme.apply(x_TI, self._weights)
+    def forward(
+        self, x_TI: torch.Tensor, *, norm: RMSNorm | None = None, gated: bool = False
+    ) -> torch.Tensor:
+        """[T, I] to [T, sum of parts], of norm(x) if there is one.
+
+        `gated` (two parts of equal size): silu(first) * second, [T, O / 2].
+        """
+        ahead = None if norm is None else (norm.weight, norm.eps)
+        return self.scheme.apply(x_TI, self._weights, norm=ahead, gated=gated)
+
+    def add(self, residual_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
+        """residual + forward(x); `residual` is overwritten and returned."""
+        return self.scheme.add(residual_TO, x_TI, self._weights)
 
     def slots(self, prefix: str) -> dict[str, torch.Tensor]:
         """Checkpoint names (`<prefix>.<part>.<parameter>`) to the views that take them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from engine_service.kernels.norm import add_rms_norm, rms_norm
+from engine_service.kernels.norm import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -20,10 +20,6 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Same shape as x."""
         return rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual); `residual` is overwritten."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class HeadNorm(nn.Module):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from engine_service.kernels.rotary import rotary_angles
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 _KEYS: dict[str, frozenset[str]] = {
@@ -133,12 +134,7 @@ class RotaryTable:
         self, positions_T: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """([T, 1, D] cos, [T, 1, D] sin with its first half negated), for kernels/rotary.py."""
-        angles = positions_T.to(torch.float32)[:, None, None] * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
-        if self._factor != 1.0:
-            cos, sin = cos * self._factor, sin * self._factor
-        cos = torch.cat((cos, cos), dim=-1).to(dtype)
-        return cos, torch.cat((-sin, sin), dim=-1).to(dtype)
+        return rotary_angles(positions_T, self._frequencies, self._factor, dtype)
 
 
 def _one_for_all_layers(raw: dict[str, Any]) -> dict[str, Any]:

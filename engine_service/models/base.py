@@ -77,14 +77,18 @@ class CausalModel(nn.Module, ABC):
         """A model whose parameters lie on `device` in `dtype`, not yet filled."""
 
     @abstractmethod
+    def embed(self, tokens: torch.Tensor, places_T: torch.Tensor) -> torch.Tensor:
+        """[T, E] embeddings of the ids that stand at `places` [T] int64 of a flat int64 table."""
+
+    @abstractmethod
     def forward(
-        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, step: AttentionStep
+        self, hidden_TE: torch.Tensor, positions_T: torch.Tensor, step: AttentionStep
     ) -> torch.Tensor:
-        """[T] int64 token ids at [T] int64 positions to normalised hidden states [T, E]."""
+        """Embeddings at [T] int64 positions to hidden states [T, E]; `hidden` is overwritten."""
 
     @abstractmethod
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        """[N, V] in the model's number format."""
+        """[N, V] in the model's number format, of some of forward's hidden states."""
 
     @abstractmethod
     def weight_slots(self) -> dict[str, torch.Tensor]:

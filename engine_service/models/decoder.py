@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from engine_service.attention.base import AttentionStep
-from engine_service.kernels.activation import silu_mul
-from engine_service.kernels.rotary import rotate
 from engine_service.layers.attention import PagedAttention
 from engine_service.layers.embedding import Embedding
 from engine_service.layers.linear import Linear
@@ -60,9 +58,8 @@ class _Attention(nn.Module):
     def __init__(self, layer: int, build: _Build) -> None:
         super().__init__()
         traits, options = build.traits, build.options
-        self.heads = (traits.num_heads, traits.num_kv_heads)
-        self.head_dim = traits.head_dim
-        width, kv_width = (count * traits.head_dim for count in self.heads)
+        heads = (traits.num_heads, traits.num_kv_heads)
+        width, kv_width = (count * traits.head_dim for count in heads)
         self.qkv = build.linear(
             traits.hidden_size,
             {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width},
@@ -71,7 +68,7 @@ class _Attention(nn.Module):
         self.output = build.linear(width, {"o_proj": traits.hidden_size}, bias=options.output_bias)
         self.norm = (
             HeadNorm(
-                *self.heads,
+                *heads,
                 traits.head_dim,
                 traits.norm_eps,
                 device=build.device,
@@ -80,24 +77,23 @@ class _Attention(nn.Module):
             if options.qk_norm
             else None
         )
-        self.attend = PagedAttention(layer, window=traits.windows[layer], head_dim=traits.head_dim)
+        self.attend = PagedAttention(
+            layer,
+            window=traits.windows[layer],
+            num_heads=traits.num_heads,
+            num_kv_heads=traits.num_kv_heads,
+            head_dim=traits.head_dim,
+        )
 
     def forward(
         self,
-        x_TE: torch.Tensor,
+        residual_TE: torch.Tensor,
+        norm: RMSNorm,
         rotary: tuple[torch.Tensor, torch.Tensor],
         step: AttentionStep,
     ) -> torch.Tensor:
-        num_heads, num_kv_heads = self.heads
-        qkv = self.qkv(x_TE).view(x_TE.shape[0], -1, self.head_dim)
-        qk, v = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
-        if self.norm is not None:
-            qk = self.norm(qk)
-        # Query and key heads turn by the same angles: one pass over both.
-        qk = rotate(qk, *rotary)
-        mixed = self.attend(qk[:, :num_heads], qk[:, num_heads:], v, step)
-        out: torch.Tensor = self.output(mixed.flatten(1))
-        return out
+        qkv = self.qkv(residual_TE, norm=norm)
+        return self.output.add(residual_TE, self.attend(qkv, rotary, self.norm, step))
 
     def slots(self, prefix: str) -> dict[str, torch.Tensor]:
         own = self.norm.slots(prefix) if self.norm is not None else {}
@@ -114,9 +110,9 @@ class _FeedForward(nn.Module):
         )
         self.down = build.linear(inner, {"down_proj": traits.hidden_size}, bias=bias)
 
-    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(silu_mul(self.gate_up(x_TE)))
-        return out
+    def forward(self, residual_TE: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        gated = self.gate_up(residual_TE, norm=norm, gated=True)
+        return self.down.add(residual_TE, gated)
 
     def slots(self, prefix: str) -> dict[str, torch.Tensor]:
         return self.gate_up.slots(prefix) | self.down.slots(prefix)
@@ -183,25 +179,21 @@ class Decoder(CausalModel):
         )
         self.rotary = RotaryTable(traits.rope, device=device)
 
+    def embed(self, tokens: torch.Tensor, places_T: torch.Tensor) -> torch.Tensor:
+        return self.embedding(tokens, places_T)
+
     def forward(
-        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, step: AttentionStep
+        self, hidden_TE: torch.Tensor, positions_T: torch.Tensor, step: AttentionStep
     ) -> torch.Tensor:
-        residual = self.embedding(input_ids_T)
-        rotary = self.rotary(positions_T, residual.dtype)
-        pending: torch.Tensor | None = None  # the branch not yet added to the residual
+        rotary = self.rotary(positions_T, hidden_TE.dtype)
         for layer in self._layers:
-            if pending is None:
-                x = layer.input_norm(residual)
-            else:
-                x, residual = layer.input_norm.add(pending, residual)
-            x = layer.attention(x, rotary, step)
-            x, residual = layer.inner_norm.add(x, residual)
-            pending = layer.feed_forward(x)
-        assert pending is not None, "a decoder without layers"
-        return self.norm.add(pending, residual)[0]
+            # Both halves write into the residual stream in place.
+            layer.attention(hidden_TE, layer.input_norm, rotary, step)
+            layer.feed_forward(hidden_TE, layer.inner_norm)
+        return hidden_TE
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        return self.head.logits(hidden_NE)
+        return self.head.logits(hidden_NE, self.norm)
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         slots: dict[str, torch.Tensor] = {

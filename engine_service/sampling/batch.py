@@ -58,8 +58,8 @@ class DecideResult:
 
     token_ids: torch.Tensor
     """[N] int64."""
-    final: torch.Tensor
-    """[N] bool."""
+    final: torch.Tensor | None
+    """[N] bool; None: all of them."""
     logprobs: torch.Tensor | None
     """[N, 1 + max_logprobs] float32, the chosen token first."""
     logprob_ids: torch.Tensor | None

@@ -28,5 +28,22 @@ class LinearScheme(ABC):
         """Uninitialised tensors by parameter name; the first axis of each is the output axis."""
 
     @abstractmethod
-    def apply(self, x_TI: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        """[T, I] to [T, O]."""
+    def apply(
+        self,
+        x_TI: torch.Tensor,
+        weights: dict[str, torch.Tensor],
+        *,
+        norm: tuple[torch.Tensor, float] | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """[T, I] to [T, O].
+
+        `norm` (weight, eps): x is RMS-normalised first. `gated`: the first half of the outputs is
+        a gate, silu(gate) * rest, [T, O / 2].
+        """
+
+    @abstractmethod
+    def add(
+        self, residual_TO: torch.Tensor, x_TI: torch.Tensor, weights: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """residual + apply(x); `residual` is overwritten and returned."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from engine_service.kernels.activation import silu_mul
+from engine_service.kernels.norm import rms_norm
+from engine_service.kernels.small_linear import prefers_small, small_linear
 from engine_service.schemes.base import LinearScheme
 
 
@@ -32,5 +35,27 @@ class Unquantized(LinearScheme):
             weights["bias"] = torch.empty(out_size, device=device, dtype=dtype)
         return weights
 
-    def apply(self, x_TI: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        return functional.linear(x_TI, weights["weight"], weights.get("bias"))
+    def apply(
+        self,
+        x_TI: torch.Tensor,
+        weights: dict[str, torch.Tensor],
+        *,
+        norm: tuple[torch.Tensor, float] | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        weight, bias = weights["weight"], weights.get("bias")
+        if prefers_small(x_TI, weight):
+            return small_linear(x_TI, weight, bias, norm=norm, gated=gated)
+        x = x_TI if norm is None else rms_norm(x_TI, *norm)
+        y = functional.linear(x, weight, bias)
+        return silu_mul(y) if gated else y
+
+    def add(
+        self, residual_TO: torch.Tensor, x_TI: torch.Tensor, weights: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        weight, bias = weights["weight"], weights.get("bias")
+        if prefers_small(x_TI, weight):
+            return small_linear(x_TI, weight, bias, residual=residual_TO)
+        if bias is not None:
+            residual_TO += bias
+        return residual_TO.addmm_(x_TI, weight.t())

@@ -7,22 +7,32 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from engine_service.attention.base import AttentionBackend, plan_step
+from engine_service.attention.base import AttentionBackend
 from engine_service.config import EngineConfig
 from engine_service.core.step import Span
 from engine_service.models.base import CausalModel, ModelTraits
 from engine_service.resolve import ResolvedConfig
 from engine_service.sampling.batch import DecideBatch, Wants
 from engine_service.sampling.sampler import choose, token_logprobs
-from engine_service.worker.batch import DecidePart, build_batch
+from engine_service.staging import stage
+from engine_service.worker.batch import DecidePart, bind_batch, columns_of
+from engine_service.worker.buckets import Bucket
 from engine_service.worker.kv_pool import KVRoom
+from engine_service.worker.layout import lay_out
+from engine_service.worker.program import StepProgram
 from engine_service.worker.tables import RowTables
 
 _WARM_UP_TOKENS = 16
+_FEW_ROWS = (1, 4, 16, 32)
+"""Steps of few rows run other kernels than long ones. One that does not compile or fit this device
+must be found at start-up; and no request waits for a compiler."""
+_BYTES_PER_GRAPH = 2 << 20
+"""Of the driver, for the few hundred launches of a step."""
 _EVERYTHING = Wants(
     sampling=True, filters=True, penalties=True, bias=True, suppress=True, max_logprobs=1
 )
@@ -34,29 +44,49 @@ def find_room(
     model: CausalModel,
     backend: AttentionBackend,
     device: torch.device,
+    buckets: Sequence[Bucket] = (),
 ) -> KVRoom:
     """Runs a step without requests and returns what it leaves for the KV pool.
 
     On CUDA they are the largest steps the budgets allow, of prompts and of full rows, and the peak
-    is set aside; on CPU a short one that only warms up, because activations are small beside the
-    RAM that is left free.
+    is set aside, with what the graphs of `buckets` will keep; on CPU a short one that only warms
+    up, because activations are small beside the RAM that is left free.
     """
+    block = model.traits.mask_block
     if device.type != "cuda":
-        prompts = whole_prompts(_WARM_UP_TOKENS, resolved, model.traits.mask_block)
+        prompts = whole_prompts(_WARM_UP_TOKENS, resolved, block)
         rehearse(prompts, 1, resolved, model, backend, device)
         return _cpu_room(config)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    for spans in (
-        whole_prompts(resolved.token_budget, resolved, model.traits.mask_block),
-        full_rows(resolved, model.traits),
-    ):
-        rehearse(spans, resolved.logit_chunk, resolved, model, backend, device)
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
+
+    short = full_rows(resolved, model.traits)
+    for rows in sorted({min(few, len(short), resolved.logit_chunk) for few in _FEW_ROWS}):
+        rehearse(short[:rows], rows, resolved, model, backend, device)
+
+    def peak_of(spans: list[Span], num_logits: int) -> int:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        rehearse(spans, num_logits, resolved, model, backend, device)
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+
+    peak = max(
+        peak_of(whole_prompts(resolved.token_budget, resolved, block), resolved.logit_chunk),
+        peak_of(full_rows(resolved, model.traits), resolved.logit_chunk),
+    )
+    if buckets:
+        tokens = max(bucket.tokens for bucket in buckets)
+        peak += peak_of(whole_prompts(tokens, resolved, block), 1)
+        peak += _graph_bytes(buckets, model.traits.vocab_size, backend.shape.dtype)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return _cuda_room(config.memory_fraction, free=free, total=total, peak=peak)
+
+
+def _graph_bytes(buckets: Sequence[Bucket], vocab_size: int, dtype: torch.dtype) -> int:
+    """What graphs keep beside activations: logits, once in their pool and once behind it, and the
+    graphs themselves (two a bucket)."""
+    logits = max(bucket.decided for bucket in buckets) * vocab_size * dtype.itemsize
+    return 2 * logits + 2 * len(buckets) * _BYTES_PER_GRAPH
 
 
 @torch.inference_mode()
@@ -84,10 +114,10 @@ def rehearse(
         device=device,
     )
     caches = [backend.empty_cache(1, device) for _ in range(traits.num_layers)]
-    batch = build_batch(spans, tables, logits_shift=traits.logits_shift, logit_chunk=len(spans))
-    step = plan_step(backend, batch.attention, windows=traits.windows, caches=caches)
-    hidden = model(batch.input_ids, batch.attention.positions, step)
-    _sample(hidden, batch.decides[0], num_logits, model, tables)
+    layout = lay_out(spans, tables, logits_shift=traits.logits_shift, logit_chunk=len(spans))
+    batch = bind_batch(layout, stage(columns_of(layout), device), tables)
+    program = StepProgram(model=model, backend=backend, caches=caches, tables=tables, strategies=())
+    _sample(program.forward(batch), batch.decides[0], num_logits, model, tables)
 
 
 def whole_prompts(num_tokens: int, resolved: ResolvedConfig, block: int) -> list[Span]:
@@ -147,6 +177,11 @@ def _cpu_room(config: EngineConfig) -> KVRoom:
     return KVRoom(
         available_bytes=free, advice=lambda needed: f"--dtype bfloat16 with {needed} bytes of RAM"
     )
+
+
+def free_bytes(device: torch.device) -> int:
+    """What is left of a device's memory; unused blocks of torch's allocator count as taken."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_ram()
 
 
 def free_ram() -> int:

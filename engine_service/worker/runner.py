@@ -1,7 +1,7 @@
 """Runs one step: tables, forward, logits, decisions.
 
 It does not know methods' names, requests or how a plan came about: it asks each span's strategy
-to decide and hands back what was decided.
+to decide and hands back what was decided. Steps that fit a captured CUDA graph replay it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine_service.attention.base import AttentionBackend, LayerCache, plan_step
-from engine_service.core.step import Decision, NewRow, StepPlan, TokenLogprobs
-from engine_service.core.strategy import DecodeStrategy
-from engine_service.models.base import CausalModel
-from engine_service.sampling.batch import DecideBatch, DecideResult
-from engine_service.sampling.logprobs import Scores, score_tokens
-from engine_service.staging import HostCopies
-from engine_service.worker.batch import DecidePart, ForwardBatch, ScorePart, build_batch
-from engine_service.worker.tables import RowTables
+from engine_service.core.step import Decision, NewRow, StepPlan
+from engine_service.sampling.batch import DecideResult
+from engine_service.sampling.logprobs import Scores
+from engine_service.staging import HostCopies, stage
+from engine_service.worker.batch import bind_batch, columns_of
+from engine_service.worker.decisions import split_decided, split_scored
+from engine_service.worker.graphs import StepGraphs
+from engine_service.worker.layout import DecideLayout, ScoreLayout, StepLayout, lay_out
+from engine_service.worker.program import StepProgram
 
 
 @dataclass(slots=True, eq=False)
@@ -28,30 +28,21 @@ class StepHandle:
 
     num_spans: int
     copies: HostCopies
-    decided: list[tuple[DecidePart, DecideResult]] = field(default_factory=list)
-    scored: tuple[ScorePart, Scores] | None = None
+    decided: list[tuple[DecideLayout, DecideResult]] = field(default_factory=list)
+    scored: tuple[ScoreLayout, Scores] | None = None
 
 
 class Runner:
     """Launches plans on one device. Steps run in order; `collect` waits for its own only."""
 
     def __init__(
-        self,
-        *,
-        model: CausalModel,
-        backend: AttentionBackend,
-        caches: Sequence[LayerCache],
-        tables: RowTables,
-        strategies: Sequence[DecodeStrategy],
-        logit_chunk: int,
+        self, program: StepProgram, *, logit_chunk: int, graphs: StepGraphs | None = None
     ) -> None:
-        """`strategies` are in the order of the tables' methods."""
-        self._model = model
-        self._backend = backend
-        self._caches = caches
-        self._tables = tables
-        self._strategies = strategies
+        """Without `graphs` every step runs eagerly."""
+        self._program = program
+        self._tables = program.tables
         self._logit_chunk = logit_chunk
+        self._graphs = graphs
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -61,18 +52,18 @@ class Runner:
         handle = StepHandle(len(plan.spans), HostCopies(self._tables.device))
         if not plan.spans:
             return handle
-        batch = build_batch(
+        layout = lay_out(
             plan.spans,
             self._tables,
-            logits_shift=self._model.traits.logits_shift,
+            logits_shift=self._program.model.traits.logits_shift,
             logit_chunk=self._logit_chunk,
+            longest_first=self._tables.device.type == "cuda",
         )
-        hidden = self._forward(batch)
-        # Scores first: they read tokens that are known, decisions write new ones.
-        if batch.scores is not None:
-            handle.scored = batch.scores, self._score(batch.scores, hidden, handle.copies)
-        for part in batch.decides:
-            handle.decided.append((part, self._decide(part, hidden, handle.copies)))
+        result = None if self._graphs is None else self._graphs.run(layout)
+        if result is None:
+            self._run_eagerly(layout, handle)
+        else:
+            handle.decided.append((layout.decides[0], _copied(result, handle.copies)))
         handle.copies.seal()
         return handle
 
@@ -80,97 +71,38 @@ class Runner:
         """Waits for the step; one entry per span, None where nothing was decided or scored."""
         handle.copies.wait()
         decisions: list[Decision | None] = [None] * handle.num_spans
-        for part, result in handle.decided:
-            _split_decided(part, result, decisions)
+        for layout, result in handle.decided:
+            split_decided(layout, result, decisions)
         if handle.scored is not None:
-            _split_scored(*handle.scored, decisions)
+            split_scored(*handle.scored, decisions)
         return decisions
 
     def _admit(self, new_rows: Sequence[NewRow]) -> None:
-        for strategy in self._strategies if new_rows else ():
+        for strategy in self._program.strategies if new_rows else ():
             mine = [new for new in new_rows if new.method == strategy.name]
             if mine:
                 strategy.admit(mine)
 
-    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
-        windows = self._model.traits.windows
-        step = plan_step(self._backend, batch.attention, windows=windows, caches=self._caches)
-        return self._model(batch.input_ids, batch.attention.positions, step)
-
-    def _decide(self, part: DecidePart, hidden: torch.Tensor, copies: HostCopies) -> DecideResult:
-        result: DecideResult = self._strategies[part.method].decide(
-            DecideBatch(
-                logits_NV=self._model.logits(hidden.index_select(0, part.queries)),
-                rows=part.rows,
-                positions=part.positions,
-                span_rows=part.span_rows,
-                cu_decide=part.cu_decide,
-                tables=self._tables.sampling,
-                wants=part.wants,
-                max_position=part.max_position,
-            )
-        )
-        logprobs, ids, ranks = result.logprobs, result.logprob_ids, result.ranks
-        return DecideResult(
-            token_ids=copies.add(result.token_ids),
-            final=copies.add(result.final),
-            logprobs=None if logprobs is None else copies.add(logprobs),
-            logprob_ids=None if ids is None else copies.add(ids),
-            ranks=None if ranks is None else copies.add(ranks),
-        )
-
-    def _score(self, part: ScorePart, hidden: torch.Tensor, copies: HostCopies) -> Scores:
-        count = max(0, int(part.logprob_counts.max()))
-        pieces = [
-            score_tokens(self._model.logits(hidden.index_select(0, queries)).float(), ids, count)
-            for queries, ids in zip(
-                part.queries.split(self._logit_chunk),
-                part.token_ids.split(self._logit_chunk),
-                strict=True,
-            )
-        ]
-        return Scores(*(copies.add(torch.cat(column)) for column in zip(*pieces, strict=True)))
+    def _run_eagerly(self, layout: StepLayout, handle: StepHandle) -> None:
+        program, copies = self._program, handle.copies
+        staged = stage(columns_of(layout), self._tables.device)
+        batch = bind_batch(layout, staged, self._tables)
+        hidden = program.forward(batch)
+        # Scores first: they read tokens that are known, decisions write new ones.
+        if batch.scores is not None:
+            scores = program.score(batch.scores, hidden, self._logit_chunk)
+            handle.scored = batch.scores.layout, Scores(*map(copies.add, scores))
+        for part in batch.decides:
+            result = program.decide(part, program.logits(part, hidden))
+            handle.decided.append((part.layout, _copied(result, copies)))
 
 
-def _split_decided(
-    part: DecidePart, result: DecideResult, decisions: list[Decision | None]
-) -> None:
-    token_ids, final = result.token_ids.tolist(), result.final.tolist()
-    entries: list[TokenLogprobs | None] = []
-    if result.logprobs is not None:
-        assert result.logprob_ids is not None
-        assert result.ranks is not None
-        scores = Scores(result.logprobs, result.logprob_ids, result.ranks)
-        wanted = part.logprob_counts.repeat(part.counts).tolist()
-        entries = _entries(
-            scores, [k if done else -1 for k, done in zip(wanted, final, strict=True)]
-        )
-    at = 0
-    for span, count, k in zip(
-        part.spans.tolist(), part.counts.tolist(), part.logprob_counts.tolist(), strict=True
-    ):
-        own = slice(at, at + count)
-        logprobs = None if k < 0 else entries[own]
-        decisions[span] = Decision(token_ids[own], final[own], logprobs)
-        at += count
-
-
-def _split_scored(part: ScorePart, scores: Scores, decisions: list[Decision | None]) -> None:
-    wanted = part.logprob_counts.clip(min=0).repeat(part.counts).tolist()
-    entries = [entry for entry in _entries(scores, wanted) if entry is not None]
-    at = 0
-    for span, count in zip(part.spans.tolist(), part.counts.tolist(), strict=True):
-        decision = decisions[span] or Decision([], [])
-        decisions[span] = decision._replace(scores=entries[at : at + count])
-        at += count
-
-
-def _entries(scores: Scores, wanted: list[int]) -> list[TokenLogprobs | None]:
-    """One entry per row of `scores`, cut to `wanted` alternatives; None where that is negative."""
-    columns = zip(
-        wanted, scores.ids.tolist(), scores.logprobs.tolist(), scores.ranks.tolist(), strict=True
+def _copied(result: DecideResult, copies: HostCopies) -> DecideResult:
+    """The same result on its way to the host."""
+    columns = (result.token_ids, result.final, result.logprobs, result.logprob_ids, result.ranks)
+    hosts = [None if column is None else copies.add(column) for column in columns]
+    token_ids, final, logprobs, logprob_ids, ranks = hosts
+    assert token_ids is not None
+    return DecideResult(
+        token_ids=token_ids, final=final, logprobs=logprobs, logprob_ids=logprob_ids, ranks=ranks
     )
-    return [
-        None if k < 0 else TokenLogprobs(tuple(ids[: k + 1]), tuple(logprobs[: k + 1]), rank)
-        for k, ids, logprobs, rank in columns
-    ]

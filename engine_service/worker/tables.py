@@ -125,6 +125,16 @@ class RowTables:
         )
 
     @property
+    def trash_row(self) -> int:
+        """The row behind the last real one: padding reads and writes there."""
+        return len(self.host_pages) - 1
+
+    @property
+    def trash_slot(self) -> int:
+        """A KV slot that nobody reads."""
+        return self._trash_page * self.page_size
+
+    @property
     def width(self) -> int:
         """Positions per row."""
         return self.sampling.tokens.shape[1]

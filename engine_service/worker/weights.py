@@ -37,10 +37,29 @@ def read_traits(checkpoint: Checkpoint) -> ModelTraits:
     return dataclasses.replace(traits, eos_token_ids=stops)
 
 
-def resolve_dtype(config: EngineConfig, traits: ModelTraits, device: torch.device) -> torch.dtype:
-    """auto: the checkpoint's own on CUDA, float32 on CPU."""
-    own = "float32" if device.type == "cpu" else traits.dtype
-    return _DTYPES[own if config.dtype == "auto" else config.dtype]
+def resolve_dtype(
+    config: EngineConfig,
+    traits: ModelTraits,
+    device: torch.device,
+    *,
+    compute: tuple[int, int] | None = None,
+) -> torch.dtype:
+    """auto: the checkpoint's own on CUDA, float32 on CPU.
+
+    GPUs of a compute capability below 8.0 have no bfloat16: there auto takes float16 instead, and
+    bfloat16 is refused (Unsupported).
+    """
+    lacks_bfloat16 = compute is not None and compute < (8, 0)
+    if config.dtype == "auto":
+        own = "float32" if device.type == "cpu" else traits.dtype
+        return _DTYPES["float16" if lacks_bfloat16 and own == "bfloat16" else own]
+    if lacks_bfloat16 and config.dtype == "bfloat16":
+        raise Unsupported(
+            "dtype 'bfloat16' needs a GPU of compute capability 8.0, this is"
+            f" {'.'.join(map(str, compute or ()))}; pass --dtype float16",
+            param="dtype",
+        )
+    return _DTYPES[config.dtype]
 
 
 def load_model(

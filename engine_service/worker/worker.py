@@ -5,6 +5,7 @@ It does not know requests, connections or which methods exist; strategies are ha
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,19 +14,38 @@ from typing import Any
 import torch
 
 from engine_service.attention.base import AttentionBackend, AttentionShape
-from engine_service.attention.select import create_backend, pick_backend
+from engine_service.attention.select import open_backend
 from engine_service.config import EngineConfig
 from engine_service.core.step import Decision, StepPlan
 from engine_service.core.strategy import DecodeStrategy, ExecutorLimits
-from engine_service.models.base import ModelTraits
+from engine_service.kernels.jit import (
+    give_up_kernels,
+    in_one_line,
+    is_kernel_failure,
+    kernel_fault,
+)
+from engine_service.models.base import CausalModel, ModelTraits
 from engine_service.resolve import resolve
+from engine_service.worker.buckets import Bucket, list_buckets
 from engine_service.worker.checkpoint import Report, fetch_checkpoint
+from engine_service.worker.graphs import capture_steps
 from engine_service.worker.kv_pool import KVPool, KVRoom, count_pages, page_bytes
-from engine_service.worker.memory import find_room
+from engine_service.worker.memory import find_room, free_bytes
+from engine_service.worker.program import StepProgram
 from engine_service.worker.runner import Runner, StepHandle
+from engine_service.worker.shortage import (
+    is_out_of_memory,
+    pool_advice,
+    profile_advice,
+    start_up_shortage,
+    step_shortage,
+    weights_advice,
+)
 from engine_service.worker.tables import RowTables
 from engine_service.worker.weights import load_model, read_traits, resolve_dtype
 from tidemill.runtime.errors import InvalidRequest
+
+_LOG = logging.getLogger("tidemill.rank")
 
 StrategyMaker = Callable[[ModelTraits], Sequence[DecodeStrategy]]
 """Builds the decoding methods that a model can run."""
@@ -66,26 +86,24 @@ class Worker:
         self._report = report
         self.stage_seconds: dict[str, float] = {}
         with self._stage("device"):
-            self.device = pick_device(config.device)
-            self.overlaps = self.device.type == "cuda"
-            if self.overlaps:
-                torch.cuda.set_device(self.device)
+            self._open_device(config)
         with self._stage("checkpoint"):
             self.checkpoint = fetch_checkpoint(config, report)
             self.traits = read_traits(self.checkpoint)
             self.resolved = resolve(config, self.traits, self.device)
-            self.dtype = resolve_dtype(config, self.traits, self.device)
-        with self._stage("weights"):
+            self.dtype = self._resolve_dtype(config)
+        with self._stage(
+            "weights", lambda: weights_advice(self.checkpoint, self.traits, self.dtype)
+        ):
             model = load_model(
                 config, self.checkpoint, device=self.device, dtype=self.dtype, report=report
             )
-        backend = self._create_backend(config)
-        with self._stage("profile"):
-            room = find_room(config, self.resolved, model, backend, self.device)
-        with self._stage("kv"):
+        self.strategies = {made.name: made for made in make_strategies(self.traits)}
+        with self._stage("profile", lambda: profile_advice(self.resolved)):
+            backend, buckets, room = self._profile(config, model)
+        with self._stage("kv", lambda: pool_advice(self.resolved)):
             pool = self._create_pool(config, room, backend)
-        with self._stage("tables"):
-            self.strategies = {made.name: made for made in make_strategies(self.traits)}
+        with self._stage("tables", lambda: pool_advice(self.resolved)):
             tables = self._create_tables(pool)
             for strategy in self.strategies.values():
                 strategy.bind(self.resolved.max_rows, self.device)
@@ -95,18 +113,27 @@ class Worker:
             max_rows=self.resolved.max_rows,
             max_model_len=self.resolved.max_model_len,
         )
-        self._runner = Runner(
+        program = StepProgram(
             model=model,
             backend=backend,
             caches=pool.caches,
             tables=tables,
             strategies=tuple(self.strategies.values()),
-            logit_chunk=self.resolved.logit_chunk,
         )
+        graphs = None
+        if buckets:
+            with self._stage("graphs"):
+                graphs = capture_steps(program, buckets, report)
+        self._runner = Runner(program, logit_chunk=self.resolved.logit_chunk, graphs=graphs)
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Starts a step."""
-        return self._runner.launch(plan)
+        """Starts a step; raises EngineDead where memory runs out."""
+        try:
+            return self._runner.launch(plan)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise step_shortage(plan, self.resolved) from error
 
     def collect(self, handle: StepHandle) -> list[Decision | None]:
         """Waits for a step's decisions, one per span."""
@@ -135,11 +162,67 @@ class Worker:
         }
 
     @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
+    def _stage(self, name: str, advice: Callable[[], str] | None = None) -> Iterator[None]:
+        """`advice` says what to change when the stage runs out of memory."""
         self._report(name, 0, 0)
         began = time.monotonic()
-        yield
+        free = 0 if advice is None else free_bytes(self.device)
+        try:
+            yield
+        except Exception as error:
+            if advice is None or not is_out_of_memory(error):
+                raise
+            raise start_up_shortage(advice(), self.device, free) from error
         self.stage_seconds[name] = time.monotonic() - began
+
+    def _open_device(self, config: EngineConfig) -> None:
+        self.device = pick_device(config.device)
+        self.overlaps = self.device.type == "cuda"
+        if self.overlaps:
+            torch.cuda.set_device(self.device)
+            # float32 means IEEE float32 here, whatever the process chose before.
+            torch.set_float32_matmul_precision("highest")
+            self._tell_kernel_fault()
+
+    def _tell_kernel_fault(self) -> None:
+        fault = kernel_fault(self.device)
+        if fault is not None:
+            _LOG.warning(
+                "no Triton kernels on %s: plain torch computes instead, without CUDA graphs, and"
+                " short steps take several times longer; %s",
+                torch.cuda.get_device_name(self.device),
+                fault,
+            )
+
+    def _resolve_dtype(self, config: EngineConfig) -> torch.dtype:
+        cuda = self.device.type == "cuda"
+        compute = torch.cuda.get_device_capability(self.device) if cuda else None
+        dtype = resolve_dtype(config, self.traits, self.device, compute=compute)
+        name = str(dtype).removeprefix("torch.")
+        if cuda and config.dtype == "auto" and name != self.traits.dtype:
+            _LOG.warning("dtype %s: this GPU has no %s", name, self.traits.dtype)
+        return dtype
+
+    def _profile(
+        self, config: EngineConfig, model: CausalModel
+    ) -> tuple[AttentionBackend, list[Bucket], KVRoom]:
+        """What computes attention, what is captured, and the memory that a step leaves.
+
+        Where a kernel turns out not to work on this device, everything is chosen anew without any.
+        """
+        backend = self._create_backend(config)
+        buckets = self._list_buckets(config, backend)
+        try:
+            room = find_room(config, self.resolved, model, backend, self.device, buckets)
+        except Exception as error:
+            known = kernel_fault(self.device) is not None
+            if known or is_out_of_memory(error) or not is_kernel_failure(error):
+                raise
+            give_up_kernels(self.device, in_one_line(error))
+        else:
+            return backend, buckets, room
+        self._tell_kernel_fault()
+        return self._profile(config, model)
 
     def _create_backend(self, config: EngineConfig) -> AttentionBackend:
         traits = self.traits
@@ -150,8 +233,23 @@ class Worker:
             page_size=self.resolved.page_size,
             dtype=self.dtype,
         )
-        name = pick_backend(config.attention_backend, device_type=self.device.type)
-        return create_backend(name, shape)
+        backend, reason = open_backend(
+            config.attention_backend, shape, self.device, windows=self.traits.windows
+        )
+        _LOG.info("attention %s", reason)
+        return backend
+
+    def _list_buckets(self, config: EngineConfig, backend: AttentionBackend) -> list[Bucket]:
+        """What is captured; nothing where there are no graphs or none are wanted."""
+        if self.device.type != "cuda" or config.enforce_eager or not backend.capturable:
+            return []
+        return list_buckets(
+            max_rows=self.resolved.max_rows,
+            block=self.traits.mask_block,
+            max_decide=max(strategy.max_decide for strategy in self.strategies.values()),
+            token_budget=self.resolved.token_budget,
+            logit_chunk=self.resolved.logit_chunk,
+        )
 
     def _create_pool(self, config: EngineConfig, room: KVRoom, backend: AttentionBackend) -> KVPool:
         resolved, num_layers = self.resolved, self.traits.num_layers

@@ -25,7 +25,10 @@ STUB_IMPORTERS = (
 )
 """Which files may import which generated modules; nobody else may import any."""
 
-OPTIONAL_WHEELS = {"opentelemetry", "grpc_reflection", "huggingface_hub", "tqdm", "transformers"}
+OPTIONAL_WHEELS = {
+    "flash_attn", "flash_attn_interface", "grpc_reflection", "huggingface_hub", "opentelemetry",
+    "tqdm", "transformers",
+}  # fmt: skip
 """What only some installations have, or only some runs need."""
 
 LAZY_IMPORTS = {

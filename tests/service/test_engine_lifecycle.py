@@ -245,12 +245,11 @@ async def test_reflection_is_behind_a_flag() -> None:
             grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
         ):
             call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
-            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
             if flag:
+                await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
                 answer = await call.read()
                 names = {one.name for one in answer.list_services_response.service}
                 assert {"tidemill.v1.EngineService", "grpc.health.v1.Health"} <= names
             else:
-                with pytest.raises(grpc.aio.AioRpcError):
-                    await call.read()
+                assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
             call.cancel()

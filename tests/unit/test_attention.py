@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_service.attention.base import AttentionShape, plan_step
+from engine_service.attention.base import AttentionShape
 from engine_service.attention.pieces import (
     MAX_MASK,
     MAX_QUERIES,
@@ -17,12 +17,10 @@ from engine_service.attention.pieces import (
     read_spans,
 )
 from engine_service.attention.reference import visible_keys
-from engine_service.attention.select import create_backend, pick_backend
+from engine_service.attention.select import create_backend
 from engine_service.core.step import FULL, Span
-from tests.models.paged import PageTable, causal, poisoned
-from tidemill.runtime.errors import Unsupported
+from tests.models.paged import PageTable, attend_steps, causal, random_steps
 
-CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
 
 
@@ -45,39 +43,8 @@ def attend(
     on_host: bool = True,
     dtype: torch.dtype = torch.float64,
 ) -> list[torch.Tensor]:
-    """Outputs of all steps; keys and values depend only on step and span."""
     backend = create_backend(name, shape(table.page_size, dtype))
-    cache = poisoned(backend.empty_cache(table.num_pages, CPU))
-    generator = torch.Generator().manual_seed(7)
-    outputs = []
-    for spans in steps:
-        batch = table.batch(spans, on_host=on_host)
-        tokens = len(batch.positions)
-        q, k, v = (
-            torch.randn(tokens, heads, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype)
-            for heads in (HEADS, KV_HEADS, KV_HEADS)
-        )
-        plan = plan_step(backend, batch, windows=[window], caches=[cache]).plans[window]
-        outputs.append(backend.forward(q, k, v, cache=cache, plan=plan, scale=0.3))
-    return outputs
-
-
-def random_steps(draw: random.Random, num_rows: int, max_len: int) -> list[list[Span]]:
-    """Rows that grow in random pieces, each with its own mask block, several rows a step."""
-    done = [0] * num_rows
-    blocks = [draw.choice([1, 1, 2, 4, 8, FULL]) for _ in range(num_rows)]
-    steps = []
-    for _ in range(12):
-        spans = []
-        for row in draw.sample(range(num_rows), draw.randint(1, num_rows)):
-            unit = blocks[row] if blocks[row] < FULL else 1
-            stop = done[row] + unit * draw.choice([1, 1, 1, 3, 7])
-            if stop <= max_len:
-                spans.append(causal(row, done[row], stop, blocks[row]))
-                done[row] = stop
-        if spans:
-            steps.append(spans)
-    return steps
+    return attend_steps(backend, table, steps, window, on_host=on_host)
 
 
 @given(
@@ -187,23 +154,3 @@ def test_groups_share_length_and_width_and_bound_the_mask() -> None:
     sizes = [len(group) for group in group_pieces(long, group_size=4)]
     assert sum(sizes) == 9
     assert max(sizes) * MAX_QUERIES * 4 * (1 << 13) <= MAX_MASK
-
-
-@pytest.mark.parametrize(
-    ("requested", "device_type", "picked"),
-    [
-        ("auto", "cpu", "sdpa"),
-        ("auto", "cuda", "sdpa"),
-        ("sdpa", "cuda", "sdpa"),
-        ("reference", "cpu", "reference"),
-        ("reference", "cuda", "reference"),
-    ],
-)
-def test_pick_backend(requested: str, device_type: str, picked: str) -> None:
-    assert pick_backend(requested, device_type=device_type) == picked
-    assert create_backend(picked, shape(4)).name == picked
-
-
-def test_a_device_without_a_backend_is_refused() -> None:
-    with pytest.raises(Unsupported, match="mps"):
-        pick_backend("auto", device_type="mps")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -25,6 +26,7 @@ class Wire:
             handles,
             release=lambda handles, abort: self.released.append((handles, abort)),
             stop=lambda *told: self.stopped.append(told),
+            announce=lambda wake: wake(),
         )
 
 
@@ -49,6 +51,23 @@ async def test_reading_waits_for_news() -> None:
     (delta,) = await reading
     assert delta.finish is FINISH
     assert not call.is_live
+
+
+async def test_a_late_wake_for_news_that_were_read_wakes_nobody() -> None:
+    announced: list[Callable[[], None]] = []
+    call = Call((1,), release=lambda *_: None, stop=lambda *_: None, announce=announced.append)
+    call.add_tokens(0, [1])
+    call.add_tokens(0, [2])
+    assert (await call.read())[0].token_ids == [1, 2]
+    reading = asyncio.create_task(call.read())
+    await asyncio.sleep(0)
+    (wake,) = announced
+    wake()
+    await asyncio.sleep(0)
+    assert not reading.done()
+    call.add_tokens(0, [3])
+    announced[1]()
+    assert (await reading)[0].token_ids == [3]
 
 
 async def test_what_arrived_is_read_before_the_error() -> None:

@@ -15,10 +15,11 @@ from engine_service.sampling.rng import (
     mix,
     mix_word,
     request_seed,
+    scramble,
     uniform,
 )
 
-MASK = (1 << 64) - 1
+MASK, MASK32 = (1 << 64) - 1, (1 << 32) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -34,8 +35,15 @@ def key_of(seed: int, purpose: int, position: int, draw: int) -> int:
     return splitmix64((seed + position * GOLDEN + draw * first + (purpose + 1) * second) & MASK)
 
 
+def permute(word: int) -> int:
+    """The published 32-bit permutation: xor-shift 16, product, 15, product, 15."""
+    word = ((word ^ (word >> 16)) * 0x21F0AAAD) & MASK32
+    word = ((word ^ (word >> 15)) * 0xD35A2D97) & MASK32
+    return word ^ (word >> 15)
+
+
 def unit_of(key: int, index: int) -> float:
-    return ((splitmix64((key + (index + 1) * GOLDEN) & MASK) >> 12) + 0.5) * 2.0**-52
+    return (permute(permute(index ^ (key & MASK32)) ^ (key >> 32)) + 0.5) * 2.0**-32
 
 
 def test_splitmix64_has_the_published_values():
@@ -85,11 +93,73 @@ def test_uniform_is_uniform_and_open(dtype):
     assert chi_square < 160  # 99 degrees of freedom: beyond the 99.99 % point
 
 
-def test_extreme_words_stay_finite_in_float32():
-    for word in (0, MASK):
-        bits = torch.tensor([word >> 12])
-        unit = bits.float().add_(0.5).mul_(2.0**-52).clamp_(max=1 - 2.0**-24)
-        assert torch.isfinite(-(-(-unit).log1p()).log()).all()
+def inverse(word: int) -> int:
+    """The index and key halves 0 whose word is `word`: the permutation run backwards, twice."""
+    for _ in range(2):
+        word ^= word >> 15 ^ word >> 30
+        word = word * pow(0xD35A2D97, -1, 1 << 32) & MASK32
+        word ^= word >> 15 ^ word >> 30
+        word = word * pow(0x21F0AAAD, -1, 1 << 32) & MASK32
+        word ^= word >> 16
+    return word
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_words_stay_inside_and_finite(dtype):
+    indices = torch.tensor([inverse(word) for word in (0, 1, 1 << 31, MASK32)])
+    unit = uniform(torch.tensor([0]), indices, dtype)[0]
+    assert unit[:2].tolist() == [2.0**-33, 3 * 2.0**-33]
+    assert 0.5 <= unit[2] < unit[3] < 1
+    noise = gumbel(torch.tensor([0]), indices, dtype)[0]
+    assert torch.isfinite(noise).all()
+    assert noise[0].item() == pytest.approx(33 * math.log(2), abs=1e-5)
+    assert noise.argmax() == 0
+
+
+def test_permutation_equals_python_and_loses_nothing(seed):
+    words = [random.Random(seed).getrandbits(32) for _ in range(500)] + [0, MASK32, 1 << 31]
+    signed = torch.tensor([word - (1 << 32) if word >> 31 else word for word in words])
+    got = scramble(signed.to(torch.int32)).tolist()
+    assert [word & MASK32 for word in got] == [permute(word) for word in words]
+    every = scramble(torch.arange(1 << 20, dtype=torch.int32))
+    assert len(every.unique()) == 1 << 20
+
+
+def test_every_bit_of_the_key_and_of_the_index_changes_half_of_the_bits(seed):
+    """Flipping one input bit flips each output bit with probability 1/2."""
+    torch.manual_seed(seed)
+    keys = torch.randint(-(2**63), 2**63 - 1, (4000,))
+    index = torch.tensor([12_345])
+    words = (uniform(keys, index, torch.float64) * 2**32).long()[:, 0]
+    places = torch.arange(32)
+    for bit in range(64 + 17):
+        key_bit = torch.tensor(1).bitwise_left_shift(torch.tensor(min(bit, 63)))
+        other = uniform(
+            keys ^ key_bit if bit < 64 else keys,
+            index if bit < 64 else index ^ (1 << (bit - 64)),
+            torch.float64,
+        )
+        changed = (words ^ (other * 2**32).long()[:, 0])[:, None] >> places & 1
+        rate = changed.double().mean(dim=0)
+        assert (rate - 0.5).abs().max() < 0.06, bit  # standard deviation 0.008
+
+
+def test_words_of_neighbouring_streams_and_indices_are_independent(seed):
+    """Pairs fall into 16 x 16 cells as often as they should: neighbouring ids and positions, high
+    bits and low ones."""
+    positions = torch.arange(64)
+    seeds = torch.full((64,), request_seed(seed, 0))
+    keys = draw_keys(seeds, Purpose.TOKEN, positions, torch.zeros_like(positions))
+    words = (uniform(keys, torch.arange(4096), torch.float64) * 2**32).long()
+    for shift in (28, 14, 0):
+        cell = words >> shift & 15
+        pairs = [(cell[:, lag:], cell[:, :-lag]) for lag in (1, 2, 3, 4, 8, 64, 1024)]
+        pairs += [(cell[1:], cell[:-1]), (cell[32:], cell[:32]), (cell[1:, 1:], cell[:-1, :-1])]
+        for number, (left, right) in enumerate(pairs):
+            counts = torch.bincount((left * 16 + right).flatten(), minlength=256).double()
+            expected = counts.sum() / 256
+            chi_square = ((counts - expected) ** 2 / expected).sum().item()
+            assert 140 < chi_square < 400, (shift, number)  # 255 degrees of freedom, deviation 23
 
 
 def test_gumbel_has_mean_and_variance():

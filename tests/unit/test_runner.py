@@ -11,6 +11,7 @@ from engine_service.attention.base import AttentionBackend
 from engine_service.core.step import PageAppend, Span
 from engine_service.sampling.batch import DecideResult
 from engine_service.sampling.sampler import choose, token_logprobs
+from engine_service.worker.program import StepProgram
 from engine_service.worker.runner import Runner
 from engine_service.worker.tables import RowTables
 from tests.row_builders import causal_span, make_plan, make_row
@@ -31,9 +32,12 @@ class HandModel:
         self.traits = SimpleNamespace(logits_shift=shift, windows=(None,))
         self.largest_logits = 0
 
-    def __call__(self, input_ids, positions, step):
+    def embed(self, tokens, places):
+        return tokens[places]
+
+    def __call__(self, embedded, positions, step):
         assert step.caches == ("cache",)
-        return torch.stack((input_ids, positions), dim=1).float()
+        return torch.stack((embedded, positions), dim=1).float()
 
     def logits(self, hidden):
         self.largest_logits = max(self.largest_logits, len(hidden))
@@ -49,7 +53,7 @@ class NoAttention(AttentionBackend):
     def plan(self, batch, *, window):
         return None
 
-    def forward(self, *args, **kwargs):
+    def attend(self, *args, **kwargs):
         raise AssertionError("HandModel has no attention")
 
 
@@ -91,14 +95,14 @@ def make_runner(*strategies: Recorder, shift: int = 1, logit_chunk: int = 100):
         device=CPU,
     )
     model = HandModel(shift)
-    runner = Runner(
+    program = StepProgram(
         model=model,
         backend=NoAttention(),
         caches=("cache",),
         tables=tables,
         strategies=strategies,
-        logit_chunk=logit_chunk,
     )
+    runner = Runner(program, logit_chunk=logit_chunk)
     return runner, tables, model
 
 

@@ -11,7 +11,8 @@ import torch
 from engine_service.core.step import Canvas, PageAppend, Span
 from engine_service.sampling.rng import request_seed
 from engine_service.staging import stage
-from engine_service.worker.batch import build_batch
+from engine_service.worker.batch import ForwardBatch, bind_batch, columns_of
+from engine_service.worker.layout import lay_out
 from engine_service.worker.tables import RowTables
 from tests.row_builders import causal_span, make_row
 
@@ -131,6 +132,11 @@ def test_wants_is_the_union_of_the_rows():
     assert wants(0, 3).bias
 
 
+def build_batch(spans: list[Span], tables: RowTables, **how: int) -> ForwardBatch:
+    layout = lay_out(spans, tables, **how)
+    return bind_batch(layout, stage(columns_of(layout), tables.device), tables)
+
+
 def random_spans(rng: random.Random, tables: RowTables) -> list[Span]:
     spans = []
     for row in rng.sample(range(4), rng.randint(1, 4)):
@@ -161,7 +167,8 @@ def test_batch_equals_loops(seed):
     batch = build_batch(spans, tables, logits_shift=shift, logit_chunk=limit)
     flat = [(index, place) for index, s in enumerate(spans) for place in range(s.start, s.stop)]
     attention = batch.attention
-    assert batch.input_ids.tolist() == [rows[spans[i].row].token_ids[p] for i, p in flat]
+    input_ids = tables.sampling.tokens.view(-1)[batch.places]
+    assert input_ids.tolist() == [rows[spans[i].row].token_ids[p] for i, p in flat]
     assert attention.positions.tolist() == [p for _, p in flat]
     assert attention.span_of_token.tolist() == [i for i, _ in flat]
     assert attention.slot_mapping.tolist() == [
@@ -176,19 +183,19 @@ def test_batch_equals_loops(seed):
     assert attention.uniform_query_len == (lengths.pop() if len(lengths) == 1 else None)
     seen = []
     for part in batch.decides:
-        assert len(part.positions) <= limit or len(part.spans) == 1
+        assert len(part.positions) <= limit or len(part.layout.spans) == 1
         expected = [
             (spans[i].row, p, flat.index((i, p - shift)))
-            for i in part.spans
+            for i in part.layout.spans
             for p in range(spans[i].decide_start, spans[i].decide_stop)
         ]
         got = zip(part.rows.tolist(), part.positions.tolist(), part.queries.tolist(), strict=True)
         assert list(got) == expected
-        assert part.cu_decide.tolist() == [0, *np.cumsum(part.counts).tolist()]
-        assert part.span_rows.tolist() == [spans[i].row for i in part.spans]
-        methods = {rows[spans[i].row].method for i in part.spans}
-        assert methods == {("autoregressive", "blocks")[part.method]}
-        seen += part.spans.tolist()
+        assert part.cu_decide.tolist() == [0, *np.cumsum(part.layout.counts).tolist()]
+        assert part.span_rows.tolist() == [spans[i].row for i in part.layout.spans]
+        methods = {rows[spans[i].row].method for i in part.layout.spans}
+        assert methods == {("autoregressive", "blocks")[part.layout.method]}
+        seen += part.layout.spans.tolist()
     assert sorted(seen) == [i for i, s in enumerate(spans) if s.decide_stop > s.decide_start]
 
 

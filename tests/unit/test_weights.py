@@ -123,6 +123,19 @@ def test_number_format(requested: Any, device: str, dtype: torch.dtype, tmp_path
     assert resolve_dtype(config, traits, torch.device(device)) == dtype
 
 
+def test_gpus_without_bfloat16_take_float16(tmp_path: Path) -> None:
+    write(tmp_path, {})
+    config = EngineConfig(model=str(tmp_path))
+    traits = read_traits(fetch_checkpoint(config, lambda *_: None))
+    assert traits.dtype == "bfloat16"
+    cuda = torch.device("cuda")
+    assert resolve_dtype(config, traits, cuda, compute=(7, 5)) == torch.float16
+    assert resolve_dtype(config, traits, cuda, compute=(8, 0)) == torch.bfloat16
+    config = EngineConfig(model=str(tmp_path), dtype="bfloat16")
+    with pytest.raises(Unsupported, match=r"this is 7\.5; pass --dtype float16"):
+        resolve_dtype(config, traits, cuda, compute=(7, 5))
+
+
 def test_stop_tokens_of_both_files(tmp_path: Path) -> None:
     write(tmp_path, {})
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 3]}')
@@ -136,7 +149,9 @@ def test_derived_and_tied_tensors_may_be_present(tmp_path: Path, seed: int) -> N
     write(tmp_path, tensors, tie_word_embeddings=True)
     model = load(tmp_path)
     hidden = torch.randn(2, 16)
-    assert torch.equal(model.logits(hidden), hidden @ tensors["model.embed_tokens.weight"].T)
+    normed = torch.nn.functional.rms_norm(hidden, (16,), tensors["model.norm.weight"], 1e-6)
+    want = normed @ tensors["model.embed_tokens.weight"].T
+    torch.testing.assert_close(model.logits(hidden), want)
 
 
 def test_missing_tensor(tmp_path: Path, seed: int) -> None:

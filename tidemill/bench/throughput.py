@@ -1,156 +1,144 @@
-"""Offline throughput: a set of equal requests through `tidemill.LLM`, beside a peer.
+"""Offline throughput through `tidemill.LLM`: of the known request sets beside their bounds, or of
+equal requests beside transformers.
 
-Prompts are random token ids, outputs have a fixed length (end-of-sequence is ignored), decoding is
-greedy. With `against="transformers"` the same weights run through transformers' static-batch
-`generate` in the same process, alternating with ours, so that both meet the same machine.
+With `--set`, every set runs `repeats` times in one process after start-up and the best counts:
+tokens per second, and how far that is from what the device could do.
 """
 
 from __future__ import annotations
 
-import random
-import statistics
+import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from engine_service.config import EngineConfig
+from tidemill.bench import beside_transformers
+from tidemill.bench.engines import OpenEngine, open_engine
+from tidemill.bench.probe import KVUse, watch_kv
+from tidemill.bench.roofline import as_figures, bound, ceilings_as_figures, ceilings_of
+from tidemill.bench.sets import RequestSet, request_sets
+
 if TYPE_CHECKING:
     from tidemill.llm import LLM
+    from tidemill.sampling_params import SamplingParams
+
+_REPEATS = 2
+_SAMPLE_EVERY = 16
+"""Steps between two looks at the pages: every step would cost 1 % of a small model's step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputOptions:
-    """Flags of `tidemill bench throughput`."""
+    """Flags of `tidemill bench throughput`, beside those of the engine."""
 
-    model: str = "demo"
-    """Built-in model, local folder, or hub id."""
+    set: str | None = None
+    """Request sets, separated by commas (mixed256,b1_128_256); without it, equal requests."""
+    shape: str | None = None
+    """Model shape with random weights instead of --model: qwen3-0.6b, qwen3-8b, qwen3-32b, or a
+    config.json."""
+    temperature: float = 0.6
+    """Temperature of the sets."""
+    repeats: int | None = None
+    """Timed runs: the best of 2 counts for sets, the median of 5 otherwise."""
     requests: int = 32
-    """Requests that run together."""
+    """Equal requests that run together."""
     input_len: int = 64
-    """Prompt tokens per request."""
+    """Prompt tokens per equal request."""
     output_len: int = 128
-    """Generated tokens per request."""
-    repeats: int = 5
-    """Timed runs; the median is reported."""
+    """Generated tokens per equal request."""
     threads: int = 2
-    """Torch threads on CPU."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format."""
-    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """dummy needs only a config.json."""
+    """Torch threads on CPU, for equal requests."""
     against: Literal["none", "transformers"] = "transformers"
-    """Peer that runs the same requests in the same process."""
+    """Peer that runs the same equal requests in the same process."""
     seed: int = 0
-    """Seed of the prompts."""
-    json: str | None = None
-    """File for the results."""
+    """Seed of the equal prompts, and of random weights."""
 
 
-def run(options: ThroughputOptions) -> dict[str, Any]:
-    """Measures and returns figures: seconds and tokens per second of every run, and the ratio."""
-    import torch
+def run(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any]:
+    """The figures of every set, or of the comparison.
 
-    from tidemill.llm import LLM
+    Raises InvalidRequest for unknown names, RuntimeError when tokens are missing.
+    """
+    if options.set is None:
+        return beside_transformers.compare(options, config)
+    sets = request_sets(options.set)
+    longest = max(requests.longest for requests in sets)
+    with open_engine(config, options.shape, longest=longest) as engine:
+        return _run_sets(options, engine, sets)
 
-    torch.set_num_threads(options.threads)
-    llm = LLM(
-        options.model,
-        dtype=options.dtype,
-        load_format=options.load_format,
-        prefix_caching=False,
-        max_model_len=options.input_len + options.output_len,
-        max_rows=options.requests,
-    )
-    prompts = _prompts(options, llm.facts.vocab_size)
-    runs: dict[str, Callable[[], int]] = {"tidemill": lambda: _ours(llm, prompts, options)}
-    if options.against == "transformers":
-        runs["transformers"] = _transformers(options, llm, prompts)
-    seconds = _alternate(runs, options)
-    tokens = options.requests * options.output_len
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    result: dict[str, Any] = {
-        "benchmark": "throughput",
-        "options": {name: getattr(options, name) for name in options.__dataclass_fields__},
-        "torch": torch.__version__,
-        "device": llm.facts.device,
-        "dtype": llm.facts.dtype,
-        "seconds": seconds,
-        "median_seconds": medians,
-        "tokens_per_second": {name: tokens / value for name, value in medians.items()},
+
+def _run_sets(
+    options: ThroughputOptions, engine: OpenEngine, sets: list[RequestSet]
+) -> dict[str, Any]:
+    ceilings = ceilings_of(engine.llm.facts.device)
+    hf_config, gpus = engine.hf_config(), engine.config.tensor_parallel_size
+    rows = []
+    for drawn in sets:
+        requests = drawn.within(engine.llm.facts.vocab_size)
+        row = _measure(options, engine.llm, requests)
+        least = bound(hf_config, requests, ceilings, gpus) if hf_config else None
+        rows.append(row | as_figures(least, row["seconds"]))
+    return engine.figures() | {
+        "temperature": options.temperature,
+        "ceilings": ceilings_as_figures(ceilings),
+        "sets": rows,
     }
-    if "transformers" in medians:
-        result["ratio_to_peer"] = medians["transformers"] / medians["tidemill"]
-    return result
 
 
-def _prompts(options: ThroughputOptions, vocab_size: int) -> list[list[int]]:
-    rng = random.Random(options.seed)
-    return [
-        [rng.randrange(vocab_size) for _ in range(options.input_len)]
-        for _ in range(options.requests)
+def _measure(options: ThroughputOptions, llm: LLM, requests: RequestSet) -> dict[str, Any]:
+    from tidemill.sampling_params import SamplingParams
+
+    params = [
+        SamplingParams(temperature=options.temperature, max_tokens=length, ignore_eos=True)
+        for length in requests.output_lens
     ]
+    repeats = options.repeats or _REPEATS
+    seconds: list[float] = []
+    with watch_kv(llm.engine, every=_SAMPLE_EVERY) as use:
+        for repeat in range(1, repeats + 1):
+            seconds.append(_time(llm, requests, params))
+            line = f"{requests.name}: run {repeat}/{repeats} {seconds[-1]:.3f} s"
+            print(line, file=sys.stderr, flush=True)
+    return {"set": requests.name} | _figures(requests, seconds, use)
 
 
-def _alternate(
-    runs: dict[str, Callable[[], int]], options: ThroughputOptions
-) -> dict[str, list[float]]:
-    """One warm-up each, then `repeats` rounds in which every engine runs once."""
-    expected = options.requests * options.output_len
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for round_index in range(options.repeats + 1):
-        for name, run_once in runs.items():
-            start = time.perf_counter()
-            tokens = run_once()
-            if tokens != expected:
-                raise RuntimeError(f"{name} returned {tokens} tokens instead of {expected}")
-            if round_index:
-                seconds[name].append(time.perf_counter() - start)
+def _time(llm: LLM, requests: RequestSet, params: list[SamplingParams]) -> float:
+    """Seconds of one run. Raises RuntimeError unless every request got all of its tokens."""
+    start = time.perf_counter()
+    outputs = llm.generate(requests.prompts, params, use_tqdm=sys.stderr.isatty())
+    seconds = time.perf_counter() - start
+    lengths = [len(output.outputs[0].token_ids) for output in outputs]
+    if lengths != requests.output_lens:
+        wanted = requests.output_tokens
+        raise RuntimeError(f"{requests.name}: {sum(lengths)} tokens instead of {wanted}")
     return seconds
 
 
-def _ours(llm: LLM, prompts: list[list[int]], options: ThroughputOptions) -> int:
-    from tidemill.sampling_params import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return sum(len(output.outputs[0].token_ids) for output in outputs)
-
-
-def _transformers(
-    options: ThroughputOptions, llm: LLM, prompts: list[list[int]]
-) -> Callable[[], int]:
-    """The peer's run: static batch, greedy, KV cache on, the library's own defaults otherwise."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from engine_service.worker.checkpoint import fetch_checkpoint
-
-    folder = fetch_checkpoint(llm.config, lambda *_: None).folder
-    dtype = getattr(torch, llm.facts.dtype)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    model.eval().to(llm.facts.device)
-    input_ids = torch.tensor(prompts, device=llm.facts.device)
-    kwargs = {
-        "max_new_tokens": options.output_len,
-        "min_new_tokens": options.output_len,
-        "do_sample": False,
-        "attention_mask": torch.ones_like(input_ids),
+def _figures(requests: RequestSet, seconds: list[float], use: KVUse) -> dict[str, Any]:
+    best, tokens_in, tokens_out = min(seconds), requests.prompt_tokens, requests.output_tokens
+    return {
+        "requests": len(requests.prompts),
+        "prompt_tokens": tokens_in,
+        "output_tokens": tokens_out,
+        "seconds": round(best, 4),
+        "all_seconds": [round(one, 4) for one in seconds],
+        "prompt_tokens_per_s": round(tokens_in / best, 1),
+        "output_tokens_per_s": round(tokens_out / best, 1),
+        "total_tokens_per_s": round((tokens_in + tokens_out) / best, 1),
+        "kv_slots_used": use.share,
     }
-
-    def generate() -> int:
-        with torch.inference_mode():
-            output = model.generate(input_ids, **kwargs)
-        return int(output.numel() - input_ids.numel())
-
-    return generate
 
 
 def table(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Lines for the terminal."""
-    lines = [
-        (name, f"{result['median_seconds'][name]:.3f} s  {speed:,.0f} tok/s")
-        for name, speed in result["tokens_per_second"].items()
-    ]
-    if "ratio_to_peer" in result:
-        lines.append(("ratio to transformers", f"{result['ratio_to_peer']:.2f}x"))
+    if "sets" not in result:
+        return beside_transformers.table(result)
+    lines = [("start-up", f"{result['start_s']:.1f} s")]
+    for row in result["sets"]:
+        text = f"{row['seconds']:8.3f} s  {row['output_tokens_per_s']:>9,.0f} tok/s out"
+        text += f"  {row['prompt_tokens_per_s']:>9,.0f} in"
+        if row["bound_s"] is not None:
+            text += f"  bound {row['bound_s']:.3f} s, {row['bound_ratio']:.2f} of it"
+        lines.append((row["set"], text))
     return lines

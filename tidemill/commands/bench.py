@@ -1,28 +1,55 @@
 """`tidemill bench NAME`: runs one benchmark of tidemill.bench and shows its figures.
 
-A benchmark is a module with a dataclass of options and `run(options)` returning figures; where it
-has `table(figures)`, that chooses what is shown. This file does not know what they measure.
+A benchmark is a module with a dataclass of options and `run(options)`, or `run(options, config)`,
+returning figures; where it has `table(figures)`, that chooses what is shown. This file does not
+know what they measure.
 """
 
 import json
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
-import tidemill
+from engine_service.config import EngineConfig
+from tidemill.bench.context import context
+from tidemill.bench.engines import NOT_MEASURED
 from tidemill.commands.spellings import ours
 from tidemill.runtime import options
 
-BENCHMARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
+
+class Benchmark(NamedTuple):
+    """The dataclass of its flags in tidemill.bench.<name>, what it measures, and whether `run`
+    takes an EngineConfig beside them."""
+
+    options: str
+    text: str
+    takes_engine: bool = True
+
+
+BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
     {
-        "throughput": ("ThroughputOptions", "offline tokens per second, beside transformers"),
-        "quality": ("QualityOptions", "exact match per task, and tokens per forward"),
-        "stack": ("StackOptions", "the services around a simulated model of fixed step time"),
+        "throughput": Benchmark(
+            "ThroughputOptions", "offline tokens per second of request sets, or beside transformers"
+        ),
+        "latency": Benchmark("LatencyOptions", "time to first token and between tokens"),
+        "batching": Benchmark("BatchingOptions", "continuous over static batching; how full KV is"),
+        "step": Benchmark("StepOptions", "host and device time of one step, phase by phase"),
+        "kernels": Benchmark(
+            "KernelsOptions", "every kernel against PyTorch eager and the device", False
+        ),
+        "quality": Benchmark(
+            "QualityOptions", "exact match per task, and tokens per forward", False
+        ),
+        "serve": Benchmark(
+            "ServeOptions", "throughput of HTTP streams beside the same requests offline"
+        ),
+        "stack": Benchmark(
+            "StackOptions", "the services around a simulated model of fixed step time", False
+        ),
     }
 )
 
@@ -39,28 +66,22 @@ def run(argv: Sequence[str]) -> int:
     """Runs the benchmark that the first word names; `--json FILE` keeps its figures."""
     name, *rest = argv or ["--help"]
     if name not in BENCHMARKS:
-        lines = [f"  {name:<12} {text}" for name, (_, text) in BENCHMARKS.items()]
+        lines = [f"  {name:<12} {text}" for name, (_, text, _) in BENCHMARKS.items()]
         print("usage: tidemill bench NAME [--json FILE] [--flag VALUE ...]\n", *lines, sep="\n")
         return 0 if name in ("-h", "--help") else 2
-    module = import_module(f"tidemill.bench.{name}")
-    kind = getattr(module, BENCHMARKS[name][0])
-    chosen, report = options.parse([kind, Report], ours(rest), prog=f"tidemill bench {name}")
-    figures = module.run(chosen)
+    module, benchmark = import_module(f"tidemill.bench.{name}"), BENCHMARKS[name]
+    kinds = [getattr(module, benchmark.options), Report]
+    hidden: frozenset[str] = frozenset()
+    if benchmark.takes_engine:
+        kinds, hidden = [*kinds, EngineConfig], NOT_MEASURED
+    prog = f"tidemill bench {name}"
+    chosen, report, *engine = options.parse(kinds, ours(rest), prog=prog, hidden=hidden)
+    figures = module.run(chosen, *engine)
     if hasattr(module, "table"):
         print(*(f"{label:<28} {value}" for label, value in module.table(figures)), sep="\n")
     else:
         print(json.dumps(figures, indent=2))
     if report.json:
-        Path(report.json).write_text(json.dumps(_context(name) | figures, indent=2) + "\n")
+        Path(report.json).write_text(json.dumps(context(name) | figures, indent=2) + "\n")
         print(f"figures in {report.json}", file=sys.stderr)
     return 0
-
-
-def _context(name: str) -> dict[str, object]:
-    return {
-        "benchmark": name,
-        "tidemill": tidemill.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-    }

@@ -1,0 +1,200 @@
+"""The FlashAttention libraries for long queries; short ones go to another backend.
+
+Prompts are where they are fastest, and causal or unmasked is all they know. Block-causal prompts,
+mixed masks and short queries are somebody else's: which backend that is, is handed in. It does not
+know which libraries are installed.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from engine_service.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionShape,
+    LayerCache,
+)
+
+_LOG = logging.getLogger("tidemill.rank")
+
+LONG_QUERIES = 64
+"""Steps whose longest query is shorter do not fill FlashAttention's tiles of 64 to 192 queries."""
+
+_NO_AUX_DATA = r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument"
+
+
+class FlashPlan(NamedTuple):
+    """A step that FlashAttention computes."""
+
+    batch: AttentionBatch
+    window: int | None
+    causal: bool
+    """The last query of a span sees its last key, each one before it a key less; False: every
+    query sees all keys of its span."""
+
+
+FlashCall = Callable[[torch.Tensor, LayerCache, FlashPlan, float], torch.Tensor]
+"""(queries [T, H, D], cache, plan, softmax scale) to [T, H, D]."""
+
+
+class FlashBackend(AttentionBackend):
+    """bfloat16 and float16 on CUDA. Capturable where `short` is: steps that bring no spans on the
+    host, as captured ones do not, go there.
+
+    A failure before the first success is raised, so that a check at start-up sees it. A later one
+    (a variant that does not compile) turns FlashAttention off for good, with one warning.
+    """
+
+    name = "flash"
+
+    def __init__(self, shape: AttentionShape, call: FlashCall, short: AttentionBackend) -> None:
+        super().__init__(shape)
+        self.capturable = short.capturable
+        self._call = call
+        self._short = short
+        self._proven = False
+        self._broken = False
+
+    def empty_cache(self, num_pages: int, device: torch.device) -> LayerCache:
+        """As short queries read it fastest; FlashAttention takes any strides."""
+        return self._short.empty_cache(num_pages, device)
+
+    def plan(self, batch: AttentionBatch, *, window: int | None) -> object:
+        if batch.max_query_len >= LONG_QUERIES and not self._broken:
+            causal = _is_causal(batch, window)
+            if causal is not None:
+                return FlashPlan(batch, window, causal)
+        return self._short.plan(batch, window=window)
+
+    def attend(
+        self, q_THD: torch.Tensor, *, cache: LayerCache, plan: object, scale: float
+    ) -> torch.Tensor:
+        if isinstance(plan, FlashPlan):
+            if not self._broken:
+                out = self._try(q_THD, cache, plan, scale)
+                if out is not None:
+                    return out
+            # The rest of the step in which it broke.
+            plan = self._short.plan(plan.batch, window=plan.window)
+        return self._short.attend(q_THD, cache=cache, plan=plan, scale=scale)
+
+    def _try(
+        self, q_THD: torch.Tensor, cache: LayerCache, plan: FlashPlan, scale: float
+    ) -> torch.Tensor | None:
+        try:
+            out = self._call(q_THD, cache, plan, scale)
+        except Exception as error:
+            if not self._proven:
+                raise
+            self._broken = True
+            _LOG.warning(
+                "FlashAttention failed and is off from now on, prompts will be slower: %s: %s",
+                type(error).__name__,
+                error,
+            )
+            return None
+        self._proven = True
+        return out
+
+
+def _is_causal(batch: AttentionBatch, window: int | None) -> bool | None:
+    """FlashPlan.causal, or None for masks that FlashAttention does not know."""
+    if batch.spans is None:
+        return None
+    if batch.all_causal:
+        return True if all(span.stop == span.kv_len for span in batch.spans) else None
+    sees_all = window is None and all(
+        (span.start // span.mask_block + 1) * span.mask_block >= span.kv_len for span in batch.spans
+    )
+    return False if sees_all else None
+
+
+def load_flash4() -> FlashCall:
+    """flash-attn-4, compiled at the first call (about 2 s a variant). Raises ImportError.
+
+    Where a page is exactly one of its key tiles (128 tokens up to head size 128) it reads the last
+    page of a span whole: slots behind the span's end must be finite, as `empty_cache` leaves them.
+    """
+    from flash_attn.cute import flash_attn_varlen_func
+
+    # Its compiler warns so of an argument that we do not pass, whenever a variant is first needed.
+    warnings.filterwarnings("ignore", message=_NO_AUX_DATA, category=UserWarning)
+
+    def call(q_THD: torch.Tensor, cache: LayerCache, plan: FlashPlan, scale: float) -> torch.Tensor:
+        # Without bounds on the lengths one compiled variant serves all steps.
+        out = flash_attn_varlen_func(
+            q_THD,
+            cache.k,
+            cache.v,
+            cu_seqlens_q=plan.batch.cu_seqlens_q,
+            seqused_k=plan.batch.kv_lens,
+            page_table=plan.batch.page_table,
+            softmax_scale=scale,
+            causal=plan.causal,
+            window_size=(None, None) if plan.window is None else (plan.window - 1, 0),
+        )
+        return _first(out)
+
+    return call
+
+
+def load_flash3() -> FlashCall:
+    """FlashAttention 3, the Hopper build of the same project. Raises ImportError."""
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    def call(q_THD: torch.Tensor, cache: LayerCache, plan: FlashPlan, scale: float) -> torch.Tensor:
+        out = flash_attn_with_kvcache(
+            q_THD,
+            cache.k,
+            cache.v,
+            cache_seqlens=plan.batch.kv_lens,
+            page_table=plan.batch.page_table,
+            cu_seqlens_q=plan.batch.cu_seqlens_q,
+            max_seqlen_q=plan.batch.max_query_len,
+            softmax_scale=scale,
+            causal=plan.causal,
+            window_size=_window(plan),
+        )
+        return _first(out)
+
+    return call
+
+
+def load_flash2() -> FlashCall:
+    """FlashAttention 2, for pages of multiples of 256 tokens. Raises ImportError."""
+    from flash_attn import flash_attn_varlen_func
+
+    def call(q_THD: torch.Tensor, cache: LayerCache, plan: FlashPlan, scale: float) -> torch.Tensor:
+        out = flash_attn_varlen_func(
+            q_THD,
+            cache.k,
+            cache.v,
+            cu_seqlens_q=plan.batch.cu_seqlens_q,
+            cu_seqlens_k=functional.pad(plan.batch.kv_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+            max_seqlen_q=plan.batch.max_query_len,
+            max_seqlen_k=plan.batch.max_kv_len,
+            softmax_scale=scale,
+            causal=plan.causal,
+            window_size=_window(plan),
+            block_table=plan.batch.page_table,
+        )
+        return _first(out)
+
+    return call
+
+
+def _window(plan: FlashPlan) -> tuple[int, int]:
+    """(keys before the query's own, keys behind it); -1 is no bound."""
+    return (-1, -1) if plan.window is None else (plan.window - 1, 0)
+
+
+def _first(out: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The attention output; some releases return log-sum-exps behind it."""
+    return out[0] if isinstance(out, tuple) else out

@@ -1,0 +1,153 @@
+"""The sizes of captured steps, and how a step is padded to one of them.
+
+Host half, like layout.py. It does not know graphs or the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from engine_service.sampling.batch import Wants
+from engine_service.worker.layout import DecideLayout, StepLayout
+from engine_service.worker.tables import RowTables
+
+MAX_TOKENS = 512
+"""Largest captured step of ragged spans. Above, the device needs longer than its launches."""
+
+PLAIN = Wants(
+    sampling=True, filters=False, penalties=False, bias=False, suppress=False, max_logprobs=None
+)
+"""Greedy and temperature alone: what a graph decides itself. Others decide after it."""
+
+
+class Bucket(NamedTuple):
+    """Sizes that a captured step has room for; a step is padded to the next bucket."""
+
+    rows: int
+    tokens: int
+    longest: int
+    """Most query tokens of one span."""
+    decided: int
+    """Rows of logits."""
+
+
+def row_sizes(max_rows: int) -> list[int]:
+    """Padded numbers of rows: dense where a step is short, at most a sixth too many above."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, max_rows, 32)]
+    return sorted({size for size in sizes if size < max_rows} | {max_rows})
+
+
+def list_buckets(
+    *, max_rows: int, block: int, max_decide: int, token_budget: int, logit_chunk: int
+) -> list[Bucket]:
+    """All buckets of an engine, smallest first.
+
+    Causal models: every row one token, and ragged steps of short prompts beside decoding rows.
+    Block models: rows of one block, or two where a finished block is stored with the next.
+    """
+    buckets = []
+    for rows in row_sizes(max_rows):
+        decided = rows * max_decide
+        if decided > logit_chunk:
+            break
+        if block == 1:
+            buckets.append(Bucket(rows, rows, 1, decided))
+            continue
+        for blocks in (1, 2):
+            buckets.append(Bucket(rows, rows * blocks * block, 2 * block, decided))
+    if block == 1:
+        for tokens in (64, 128, 256, MAX_TOKENS):
+            rows = min(tokens, max_rows, logit_chunk)
+            buckets.append(Bucket(rows, tokens, tokens, rows))
+    limit = max(token_budget, max_rows)
+    return sorted(
+        (one for one in buckets if one.tokens <= limit), key=lambda one: (one.tokens, one.rows)
+    )
+
+
+def find_bucket(layout: StepLayout, buckets: Sequence[Bucket]) -> Bucket | None:
+    """The first bucket with room for the step; None where it must run eagerly."""
+    if layout.scores is not None or len(layout.decides) != 1:
+        return None
+    rows, tokens = len(layout.rows), len(layout.places)
+    longest, decided = layout.max_query_len, len(layout.decides[0].positions)
+    return next(
+        (
+            bucket
+            for bucket in buckets
+            if bucket.tokens >= tokens
+            and bucket.rows >= rows
+            and bucket.longest >= longest
+            and bucket.decided >= decided
+            and (bucket.longest > 1 or tokens == rows)
+        ),
+        None,
+    )
+
+
+def is_plain(wants: Wants) -> bool:
+    """Whether the decision inside the graph is the one that these rows want."""
+    return not (
+        wants.filters
+        or wants.penalties
+        or wants.bias
+        or wants.suppress
+        or wants.max_logprobs is not None
+    )
+
+
+def pad(layout: StepLayout, bucket: Bucket, tables: RowTables) -> StepLayout:
+    """The same step with the bucket's sizes; `layout` fits it and has at most one decided part.
+
+    Tokens behind the real ones belong to the trash row and store into the trash page. Where every
+    span has one query the padding spans have one too; elsewhere they have none, and the tokens
+    left over belong to no span: what attention leaves there is read by nobody.
+    """
+    trash = tables.trash_row
+    num_spans, num_tokens = len(layout.rows), len(layout.places)
+    more_spans = bucket.rows - num_spans
+    ends = np.full(more_spans, num_tokens, dtype=np.int32)
+    if bucket.longest == 1:
+        ends += np.arange(1, more_spans + 1, dtype=np.int32)
+    return replace(
+        layout,
+        spans=(),
+        places=_fill(layout.places, bucket.tokens, trash * tables.width),
+        positions=_fill(layout.positions, bucket.tokens, 0),
+        slots=_fill(layout.slots, bucket.tokens, tables.trash_slot),
+        owners=_fill(layout.owners, bucket.tokens, 0),
+        rows=_fill(layout.rows, bucket.rows, trash),
+        cu_seqlens=np.concatenate((layout.cu_seqlens, ends)),
+        kv_lens=_fill(layout.kv_lens, bucket.rows, 1),
+        mask_block=_fill(layout.mask_block, bucket.rows, 1),
+        max_query_len=bucket.longest,
+        max_kv_len=tables.width,
+        uniform_query_len=1 if bucket.longest == 1 else None,
+        all_causal=bucket.longest == 1,
+        decides=tuple(_pad_decided(part, bucket, trash) for part in layout.decides),
+    )
+
+
+def _pad_decided(part: DecideLayout, bucket: Bucket, trash: int) -> DecideLayout:
+    """One span more than the bucket has rows owns all positions behind the real ones."""
+    size, spans = bucket.decided, bucket.rows + 1
+    cu_decide = _fill(part.cu_decide, spans + 1, part.cu_decide[-1])
+    cu_decide[-1] = size
+    return replace(
+        part,
+        queries=_fill(part.queries, size, 0),
+        rows=_fill(part.rows, size, trash),
+        positions=_fill(part.positions, size, 0),
+        span_rows=_fill(part.span_rows, spans, trash),
+        cu_decide=cu_decide,
+    )
+
+
+def _fill(column: np.ndarray, size: int, value: int) -> np.ndarray:
+    padded = np.full(size, value, dtype=column.dtype)
+    padded[: len(column)] = column
+    return padded

@@ -1,0 +1,76 @@
+"""Turns a step's results on the host into one decision per span. It does not know the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine_service.core.step import Decision, TokenLogprobs
+from engine_service.sampling.batch import DecideResult
+from engine_service.sampling.logprobs import Scores
+from engine_service.worker.layout import DecideLayout, ScoreLayout
+
+_ONE_FINAL = [True]
+
+
+def split_decided(
+    layout: DecideLayout, result: DecideResult, decisions: list[Decision | None]
+) -> None:
+    """Puts each span's share into `decisions`; rows behind the layout's own are padding."""
+    token_ids = result.token_ids.tolist()
+    if (
+        result.final is None
+        and result.logprobs is None
+        and len(layout.positions) == len(layout.spans)
+    ):
+        for span, token in zip(layout.spans.tolist(), token_ids, strict=False):
+            decisions[span] = Decision([token], _ONE_FINAL)
+        return
+    final = [True] * len(token_ids) if result.final is None else result.final.tolist()
+    entries = _decided_entries(layout, result, final)
+    at = 0
+    for span, count, k in zip(
+        layout.spans.tolist(), layout.counts.tolist(), layout.logprob_counts.tolist(), strict=True
+    ):
+        own = slice(at, at + count)
+        decisions[span] = Decision(token_ids[own], final[own], None if k < 0 else entries[own])
+        at += count
+
+
+def split_scored(layout: ScoreLayout, scores: Scores, decisions: list[Decision | None]) -> None:
+    """Adds each span's scored prompt positions to its decision."""
+    wanted = layout.logprob_counts.clip(min=0).repeat(layout.counts).tolist()
+    entries = [entry for entry in _entries(scores, wanted) if entry is not None]
+    at = 0
+    for span, count in zip(layout.spans.tolist(), layout.counts.tolist(), strict=True):
+        decision = decisions[span] or Decision([], [])
+        decisions[span] = decision._replace(scores=entries[at : at + count])
+        at += count
+
+
+def _decided_entries(
+    layout: DecideLayout, result: DecideResult, final: Sequence[bool]
+) -> list[TokenLogprobs | None]:
+    if result.logprobs is None:
+        return []
+    assert result.logprob_ids is not None
+    assert result.ranks is not None
+    wanted = layout.logprob_counts.repeat(layout.counts).tolist()
+    size = len(wanted)
+    columns = (result.logprobs, result.logprob_ids, result.ranks)
+    own: list[torch.Tensor] = [column[:size] for column in columns]
+    return _entries(
+        Scores(*own), [k if done else -1 for k, done in zip(wanted, final, strict=False)]
+    )
+
+
+def _entries(scores: Scores, wanted: list[int]) -> list[TokenLogprobs | None]:
+    """One entry per row of `scores`, cut to `wanted` alternatives; None where that is negative."""
+    columns = zip(
+        wanted, scores.ids.tolist(), scores.logprobs.tolist(), scores.ranks.tolist(), strict=True
+    )
+    return [
+        None if k < 0 else TokenLogprobs(tuple(ids[: k + 1]), tuple(logprobs[: k + 1]), rank)
+        for k, ids, logprobs, rank in columns
+    ]

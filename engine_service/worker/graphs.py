@@ -1,0 +1,162 @@
+"""CUDA graphs of whole steps, from the embedding to the decided token, one per bucket of sizes.
+
+A step that fits a bucket is padded to it, its arrays are copied to where the graph reads them, and
+the graph is replayed: one launch instead of hundreds. It does not know requests or methods.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from engine_service.core.step import Span
+from engine_service.sampling.batch import DecideResult
+from engine_service.staging import Arena
+from engine_service.worker.batch import DecidePart, bind_batch, columns_of
+from engine_service.worker.buckets import PLAIN, Bucket, find_bucket, is_plain, pad
+from engine_service.worker.checkpoint import Report
+from engine_service.worker.layout import StepLayout, lay_out
+from engine_service.worker.program import StepProgram
+from engine_service.worker.shortage import is_out_of_memory
+
+_LOG = logging.getLogger("tidemill.rank")
+
+_Made = TypeVar("_Made")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Captured:
+    """A bucket's graphs: with its own decision, and up to the logits only."""
+
+    whole: torch.cuda.CUDAGraph
+    result: DecideResult
+    to_logits: torch.cuda.CUDAGraph
+    part: DecidePart
+
+
+class StepGraphs:
+    """Captures every bucket at construction; `run` replays one. Single stream, like the runner."""
+
+    def __init__(self, program: StepProgram, buckets: Sequence[Bucket], report: Report) -> None:
+        """`report("graphs", done, total)` counts graphs. Largest first, so that the memory pool
+        which all of them share grows once."""
+        self._program = program
+        self._buckets = buckets
+        device = program.tables.device
+        templates = {
+            (bucket, method): self._template(bucket, method)
+            for bucket in reversed(buckets)
+            for method in range(len(program.strategies))
+        }
+        sizes = [Arena.size_of(columns_of(template)) for template in templates.values()]
+        self._arena = Arena(max(sizes), device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._logits = torch.empty(
+            max(bucket.decided for bucket in buckets),
+            program.model.traits.vocab_size,
+            dtype=program.backend.shape.dtype,
+            device=device,
+        )
+        """Where graphs leave their logits for decisions that follow them."""
+        self._captured: dict[tuple[Bucket, int], _Captured] = {}
+        for done, (key, template) in enumerate(templates.items()):
+            report("graphs", done, len(templates))
+            self._captured[key] = self._capture(template)
+        torch.cuda.synchronize(device)
+
+    def run(self, layout: StepLayout) -> DecideResult | None:
+        """Replays the step's graph; None where no bucket has room. Never waits."""
+        bucket = find_bucket(layout, self._buckets)
+        if bucket is None:
+            return None
+        captured = self._captured[bucket, layout.decides[0].method]
+        padded = pad(layout, bucket, self._program.tables)
+        self._arena.put(columns_of(padded))
+        if is_plain(padded.decides[0].wants):
+            captured.whole.replay()
+            return captured.result
+        captured.to_logits.replay()
+        part = replace(captured.part, layout=padded.decides[0])
+        return self._program.decide(part, self._logits[: bucket.decided])
+
+    def _template(self, bucket: Bucket, method: int) -> StepLayout:
+        """A step of padding alone."""
+        tables = self._program.tables
+        layout = lay_out(
+            [Span(tables.trash_row, 0, 1, 1, 1, 1, 2)], tables, logits_shift=1, logit_chunk=1
+        )
+        part = replace(layout.decides[0], method=method, wants=PLAIN)
+        return pad(replace(layout, decides=(part,)), bucket, tables)
+
+    @torch.inference_mode()
+    def _capture(self, template: StepLayout) -> _Captured:
+        columns = columns_of(template)
+        self._arena.put(columns)
+        program, windows = self._program, self._arena.windows(columns)
+
+        def logits() -> tuple[DecidePart, torch.Tensor]:
+            batch = bind_batch(template, windows, program.tables)
+            (part,) = batch.decides
+            return part, program.logits(part, program.forward(batch))
+
+        def to_logits() -> DecidePart:
+            part, computed = logits()
+            self._logits[: len(computed)].copy_(computed)
+            return part
+
+        whole, result = self._record(lambda: program.decide(*logits()))
+        short, part = self._record(to_logits)
+        return _Captured(whole=whole, result=result, to_logits=short, part=part)
+
+    def _record(self, work: Callable[[], _Made]) -> tuple[torch.cuda.CUDAGraph, _Made]:
+        """Runs `work` once, so that kernels are compiled and libraries have their workspaces, and
+        then while a graph is captured; returns what the graph will fill."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            made = work()
+        return graph, made
+
+
+def capture_steps(
+    program: StepProgram, buckets: Sequence[Bucket], report: Report
+) -> StepGraphs | None:
+    """`StepGraphs`, or None with one warning where memory runs out: steps then run eagerly, in the
+    memory that was set aside for them."""
+    device = program.tables.device
+    stream = torch.cuda.current_stream(device)
+    before, began = torch.cuda.memory_reserved(device), time.monotonic()
+    try:
+        graphs = StepGraphs(program, buckets, report)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    else:
+        _LOG.info(
+            "captured %d steps of up to %d tokens in %.1f s, %d MiB",
+            len(buckets),
+            buckets[-1].tokens,
+            time.monotonic() - began,
+            (torch.cuda.memory_reserved(device) - before) >> 20,
+        )
+        return graphs
+    # A capture that could not be ended leaves its stream behind.
+    torch.cuda.set_stream(stream)
+    gc.collect()
+    torch.cuda.empty_cache()
+    _LOG.warning(
+        "no memory for CUDA graphs of %d steps: every kernel is launched by itself and short steps"
+        " take longer; pass less --memory-fraction, --num-pages or --max-rows",
+        len(buckets),
+    )
+    return None

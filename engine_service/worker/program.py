@@ -1,0 +1,70 @@
+"""The device work of a step: embed, forward, logits, decide. Nothing here waits for the device.
+
+The same calls run eagerly or while a CUDA graph is captured. It does not know plans or hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine_service.attention.base import AttentionBackend, LayerCache, plan_step
+from engine_service.core.strategy import DecodeStrategy
+from engine_service.models.base import CausalModel
+from engine_service.sampling.batch import DecideBatch, DecideResult
+from engine_service.sampling.logprobs import Scores, score_tokens
+from engine_service.worker.batch import DecidePart, ForwardBatch, ScorePart
+from engine_service.worker.tables import RowTables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProgram:
+    """What a step runs on; `strategies` are in the order of the tables' methods."""
+
+    model: CausalModel
+    backend: AttentionBackend
+    caches: Sequence[LayerCache]
+    tables: RowTables
+    strategies: Sequence[DecodeStrategy]
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """[T, E] hidden states; the step's keys and values are stored."""
+        windows = self.model.traits.windows
+        step = plan_step(self.backend, batch.attention, windows=windows, caches=self.caches)
+        embedded = self.model.embed(self.tables.sampling.tokens.view(-1), batch.places)
+        hidden: torch.Tensor = self.model(embedded, batch.attention.positions, step)
+        return hidden
+
+    def logits(self, part: DecidePart, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, V] of the part's positions."""
+        return self.model.logits(hidden.index_select(0, part.queries))
+
+    def decide(self, part: DecidePart, logits: torch.Tensor) -> DecideResult:
+        """Lets the part's strategy decide; it writes tokens and fixed bits into the tables."""
+        layout = part.layout
+        result: DecideResult = self.strategies[layout.method].decide(
+            DecideBatch(
+                logits_NV=logits,
+                rows=part.rows,
+                positions=part.positions,
+                span_rows=part.span_rows,
+                cu_decide=part.cu_decide,
+                tables=self.tables.sampling,
+                wants=layout.wants,
+                max_position=layout.max_position,
+            )
+        )
+        return result
+
+    def score(self, part: ScorePart, hidden: torch.Tensor, chunk: int) -> Scores:
+        """Log-probabilities of known tokens, `chunk` rows of logits at a time."""
+        count = max(0, int(part.layout.logprob_counts.max()))
+        pieces = [
+            score_tokens(self.model.logits(hidden.index_select(0, queries)).float(), ids, count)
+            for queries, ids in zip(
+                part.queries.split(chunk), part.token_ids.split(chunk), strict=True
+            )
+        ]
+        return Scores(*(torch.cat(column) for column in zip(*pieces, strict=True)))

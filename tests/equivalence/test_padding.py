@@ -1,0 +1,198 @@
+"""Steps padded to the sizes of captured ones decide what they decide unpadded, without a GPU.
+
+What a CUDA graph replays runs here eagerly over the same padded arrays; attention by Triton's
+kernels, interpreted, where spans are ragged.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine_service.kernels.jit import HAS_TRITON, INTERPRETED
+from engine_service.sampling.batch import DecideResult
+from engine_service.staging import stage
+from engine_service.worker.batch import bind_batch, columns_of
+from engine_service.worker.buckets import PLAIN, Bucket, find_bucket, is_plain, list_buckets, pad
+from engine_service.worker.layout import StepLayout
+from engine_service.worker.program import StepProgram
+from tests.models.checkpoints import SIZES, Case, write
+from tidemill.llm import LLM
+from tidemill.sampling_params import SamplingParams
+
+interpreted = pytest.mark.skipif(
+    not (HAS_TRITON and INTERPRETED), reason="needs Triton's interpreter"
+)
+BLOCK, MASK = 4, 319
+ROWS = 3
+Spoil = Callable[[StepLayout, StepLayout], StepLayout]
+"""(padded, real) to a step that is padded wrongly."""
+
+
+def as_block_model(config: dict) -> None:
+    config |= {
+        "architectures": ["SDARForCausalLM"],
+        "model_type": "sdar",
+        "block_size": BLOCK,
+        "mask_token_id": MASK,
+    }
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two layers, one of them with a sliding window; the same sizes as a block-diffusion model."""
+    made = {}
+    windowed = {
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    for name, edit, more in (("causal", None, windowed), ("block", as_block_model, {})):
+        made[name] = tmp_path_factory.mktemp(name)
+        options = {"head_dim": 16, "num_hidden_layers": 2, **more}
+        write(Case(name=name, kind="Qwen3", options=options, edit=edit), made[name], seed=5)
+    return made
+
+
+class PaddedSteps:
+    """Stands where the runner has its CUDA graphs: pads like them and computes at once."""
+
+    def __init__(self, program: StepProgram, buckets: list[Bucket], spoil: Spoil | None) -> None:
+        self.ran: list[Bucket] = []
+        """The bucket of every step that found one."""
+        self._program, self._buckets, self._spoil = program, buckets, spoil
+
+    def run(self, layout: StepLayout) -> DecideResult | None:
+        bucket = find_bucket(layout, self._buckets)
+        if bucket is None:
+            return None
+        self.ran.append(bucket)
+        program = self._program
+        padded = pad(layout, bucket, program.tables)
+        (part,) = padded.decides
+        if is_plain(part.wants):
+            padded = replace(padded, decides=(replace(part, wants=PLAIN),))
+        if self._spoil is not None:
+            padded = self._spoil(padded, layout)
+        staged = stage(columns_of(padded), program.tables.device)
+        batch = bind_batch(padded, staged, program.tables)
+        (bound,) = batch.decides
+        return program.decide(bound, program.logits(bound, program.forward(batch)))
+
+
+def make_llm(folder: Path, backend: str) -> LLM:
+    return LLM(
+        str(folder),
+        device="cpu",
+        dtype="float32",
+        attention_backend=backend,
+        max_rows=ROWS,
+        max_model_len=64,
+        page_size=8,
+        prefix_caching=False,
+        skip_tokenizer_init=True,
+    )
+
+
+def pad_steps(llm: LLM, *, block: int, spoil: Spoil | None = None) -> PaddedSteps:
+    runner = llm.engine.executor._runner
+    buckets = list_buckets(
+        max_rows=ROWS, block=block, max_decide=block, token_budget=256, logit_chunk=256
+    )
+    runner._graphs = PaddedSteps(runner._program, buckets, spoil)
+    return runner._graphs
+
+
+def tokens(llm: LLM, seed: int, *, count: int, kinds: list[dict]) -> list[list[int]]:
+    """Of one request more than there are rows, so that a row is taken twice."""
+    draw = random.Random(seed)
+    vocab = SIZES["vocab_size"] - 1
+    prompts = [
+        [draw.randrange(vocab) for _ in range(length)] for length in (5, 1, 12, 3)[: ROWS + 1]
+    ]
+    params = [
+        SamplingParams(max_tokens=count, seed=number, ignore_eos=True, **kinds[number % len(kinds)])
+        for number in range(len(prompts))
+    ]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+GREEDY = [{"temperature": 0.0}]
+MIXED = [{"temperature": 0.0}, {"temperature": 5.0}, {"temperature": 5.0, "top_k": 20}]
+
+
+@pytest.mark.parametrize("kinds", [GREEDY, MIXED], ids=["greedy", "mixed"])
+def test_decoding_rows(folders: dict[str, Path], kinds: list[dict], seed: int) -> None:
+    """One query a row; prompts are ragged and run unpadded, as this library does not capture."""
+    want = tokens(make_llm(folders["causal"], "sdpa"), seed, count=20, kinds=kinds)
+    llm = make_llm(folders["causal"], "sdpa")
+    steps = pad_steps(llm, block=1)
+    steps._buckets = [bucket for bucket in steps._buckets if bucket.longest == 1]
+    assert tokens(llm, seed, count=20, kinds=kinds) == want
+    assert {bucket.rows for bucket in steps.ran} >= {1, ROWS}
+
+
+@interpreted
+@pytest.mark.parametrize(("name", "block"), [("causal", 1), ("block", BLOCK)])
+def test_ragged_spans(folders: dict[str, Path], name: str, block: int, seed: int) -> None:
+    """Prompts beside decoding rows, and blocks beside stored blocks, by the captured library."""
+    want = tokens(make_llm(folders[name], "sdpa"), seed, count=6, kinds=MIXED)
+    llm = make_llm(folders[name], "triton")
+    steps = pad_steps(llm, block=block)
+    assert tokens(llm, seed, count=6, kinds=MIXED) == want
+    assert any(bucket.longest > 1 for bucket in steps.ran)
+    assert block > 1 or any(bucket.longest == 1 for bucket in steps.ran)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["causal", "block"])
+def test_triton_gives_the_tokens_of_sdpa(folders: dict[str, Path], name: str, seed: int) -> None:
+    want = tokens(make_llm(folders[name], "sdpa"), seed, count=4, kinds=MIXED)
+    assert tokens(make_llm(folders[name], "triton"), seed, count=4, kinds=MIXED) == want
+
+
+@interpreted
+def test_control_another_scale_gives_other_tokens(folders: dict[str, Path], seed: int) -> None:
+    want = tokens(make_llm(folders["causal"], "sdpa"), seed, count=4, kinds=MIXED)
+    llm = make_llm(folders["causal"], "triton")
+    backend = llm.engine.executor._runner._program.backend
+    attend = backend.attend
+    backend.attend = lambda q, *, scale, **rest: attend(q, scale=2 * scale, **rest)
+    assert tokens(llm, seed, count=4, kinds=MIXED) != want
+
+
+def into_a_real_page(padded: StepLayout, real: StepLayout) -> StepLayout:
+    """Padding stores over the first key of the first row's page."""
+    slots = padded.slots.copy()
+    slots[len(real.slots) :] = real.slots[0] // 8 * 8
+    return replace(padded, slots=slots)
+
+
+def into_a_real_row(padded: StepLayout, real: StepLayout) -> StepLayout:
+    """Padding decides where the first row decides."""
+    (part,), (own,) = padded.decides, real.decides
+    columns = {}
+    for name in ("rows", "positions"):
+        column: np.ndarray = getattr(part, name).copy()
+        column[len(own.rows) :] = getattr(own, name)[0]
+        columns[name] = column
+    queries = part.queries.copy()
+    queries[len(own.rows) :] = len(real.places)
+    return replace(padded, decides=(replace(part, queries=queries, **columns),))
+
+
+@pytest.mark.parametrize("spoil", [into_a_real_page, into_a_real_row])
+def test_control_padding_that_touches_a_real_row_shows(
+    folders: dict[str, Path], spoil: Spoil, seed: int
+) -> None:
+    want = tokens(make_llm(folders["causal"], "sdpa"), seed, count=20, kinds=GREEDY)
+    llm = make_llm(folders["causal"], "sdpa")
+    steps = pad_steps(llm, block=1, spoil=spoil)
+    steps._buckets = [Bucket(8, 8, 1, 8)]
+    assert tokens(llm, seed, count=20, kinds=GREEDY) != want

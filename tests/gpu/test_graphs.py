@@ -1,0 +1,100 @@
+"""Captured steps decide what launched ones do, alone and beside others, ahead of the host and in
+line with it, for every kind of row."""
+
+import random
+
+import pytest
+import torch
+
+from tidemill.llm import LLM
+from tidemill.sampling_params import SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+KINDS = {
+    "demo": [
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+        {"temperature": 0.0, "repetition_penalty": 1.2},
+        {"temperature": 0.5, "logit_bias": {65: 3.0}, "min_tokens": 9},
+        {"temperature": 0.0, "logprobs": 2},
+    ],
+    "demo-block": [
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+        {"temperature": 0.0, "logprobs": 2},
+    ],
+}
+
+
+def requests(model: str, seed: int, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    draw = random.Random(seed)
+    prompts = [
+        [draw.randrange(32, 120) for _ in range(draw.choice([1, 5, 40, 90]))] for _ in range(count)
+    ]
+    kinds = [draw.choice(KINDS[model]) for _ in range(count)]
+    params = [
+        SamplingParams(
+            max_tokens=draw.randint(kind.get("min_tokens", 1), 60),
+            seed=number,
+            ignore_eos=True,
+            **kind,
+        )
+        for number, kind in enumerate(kinds)
+    ]
+    return prompts, params
+
+
+def run(model: str, prompts, params, *, overlaps: bool = True, **config) -> list[list[int]]:
+    llm = LLM(model, device="cuda", max_model_len=256, memory_fraction=0.2, **config)
+    assert llm._loop._depth == 1
+    llm._loop._depth = int(overlaps)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("model", ["demo", "demo-block"])
+@pytest.mark.parametrize("max_rows", [3, 40])
+def test_graphs_on_equals_graphs_off(model: str, max_rows: int, seed: int) -> None:
+    prompts, params = requests(model, seed, 60)
+    config = {"dtype": "float32", "max_rows": max_rows, "prefix_caching": False}
+    captured = run(model, prompts, params, **config)
+    launched = run(model, prompts, params, enforce_eager=True, **config)
+    assert captured == launched
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("model", ["demo", "demo-block"])
+def test_overlap_on_equals_overlap_off(model: str, enforce_eager: bool, seed: int) -> None:
+    """Seven rows for 60 requests: rows change hands while the step ahead is in flight."""
+    prompts, params = requests(model, seed, 60)
+    config = {"dtype": "float32", "max_rows": 7, "enforce_eager": enforce_eager}
+    overlapped = run(model, prompts, params, **config)
+    in_line = run(model, prompts, params, overlaps=False, **config)
+    assert overlapped == in_line
+
+
+@pytest.mark.parametrize("model", ["demo", "demo-block"])
+def test_a_request_alone_and_among_others_gets_the_same_tokens(model: str, seed: int) -> None:
+    prompts, _ = requests(model, seed, 64)
+    greedy = [SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)] * 64
+    together = run(model, prompts, greedy, dtype="float32")
+    llm = LLM(model, device="cuda", dtype="float32", max_model_len=256, memory_fraction=0.2)
+    for number in (0, 17, 63):
+        (output,) = llm.generate([prompts[number]], greedy[:1], use_tqdm=False)
+        assert output.outputs[0].token_ids == together[number]
+
+
+def test_a_graph_reads_this_steps_tables(seed: int) -> None:
+    """Negative control of the comparison: other prompts give other tokens through one graph."""
+    llm = LLM("demo", device="cuda", dtype="float32", max_model_len=256, memory_fraction=0.2)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    seen = {
+        tuple(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
+        for prompt in ([65, 66, 67], [97, 100, 100], [50, 51, 52, 53])
+    }
+    assert len(seen) > 1

@@ -1,0 +1,62 @@
+"""The table of benchmarks.compare: rows meet by shape, GPUs and set, and only then."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import compare
+
+
+def result(path: Path, seconds: dict[str, float], **fields: Any) -> str:
+    rows = [
+        {
+            "set": name,
+            "seconds": one,
+            "prompt_tokens_per_s": 10.0,
+            "output_tokens_per_s": 2000.0,
+            "bound_s": 1.5,
+            "bound_ratio": 1.5 / one,
+        }
+        for name, one in seconds.items()
+    ]
+    head = {"engine": "tidemill 0.1", "gpu": "card", "shape": "qwen3-8b", "gpus": 1, "sets": rows}
+    path.write_text(json.dumps(head | fields))
+    return str(path)
+
+
+def test_ratio_is_the_peers_time_over_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = result(tmp_path / "a.json", {"one": 2.0, "two": 3.0})
+    peer = result(tmp_path / "b.json", {"one": 5.0, "else": 1.0}, engine="vllm 1")
+    assert compare.main([ours, "--peer", peer]) == 0
+    head, _, one, two = capsys.readouterr().out.splitlines()
+    assert head.endswith("| vllm 1 s | ratio |")
+    assert one == "| qwen3-8b | 1 | one | 1.500 | 2.000 | 0.75 | 10 | 2,000 | 5.000 | 2.50x |"
+    assert two.endswith("| - | - |")
+
+
+def test_rows_of_other_sizes_do_not_meet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = result(tmp_path / "a.json", {"one": 2.0})
+    peer = result(tmp_path / "b.json", {"one": 5.0}, gpus=2, gpu="another card")
+    assert compare.main([ours, "--peer", peer]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1].endswith("| - | - |")
+    assert "different devices: another card, card" in said.err
+
+
+def test_without_a_peer_there_is_no_ratio(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare.main([result(tmp_path / "a.json", {"one": 2.0})]) == 0
+    assert "ratio" not in capsys.readouterr().out
+
+
+def test_files_of_other_benchmarks_are_refused(tmp_path: Path) -> None:
+    assert compare.main([result(tmp_path / "a.json", {})]) == 1

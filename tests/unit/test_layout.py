@@ -1,0 +1,181 @@
+"""Padding to buckets: the real part of a step stays, and every step finds its bucket."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine_service.core.step import PageAppend, Span
+from engine_service.worker.buckets import (
+    Bucket,
+    find_bucket,
+    is_plain,
+    list_buckets,
+    pad,
+    row_sizes,
+)
+from engine_service.worker.layout import StepLayout, lay_out
+from engine_service.worker.tables import RowTables
+from tests.row_builders import make_row
+
+MAX_ROWS, WIDTH, PAGE = 6, 32, 4
+
+
+def make_tables(num_rows: int = MAX_ROWS) -> RowTables:
+    tables = RowTables(
+        max_rows=num_rows,
+        table_width=WIDTH,
+        page_size=PAGE,
+        trash_page=99,
+        mask_token_id=None,
+        methods=["autoregressive"],
+        device=torch.device("cpu"),
+    )
+    per_row = WIDTH // PAGE
+    rows = [make_row(row, list(range(WIDTH))) for row in range(num_rows)]
+    pages = [
+        PageAppend(row, 0, tuple(range(row * per_row, (row + 1) * per_row)))
+        for row in range(num_rows)
+    ]
+    tables.apply(rows, pages)
+    return tables
+
+
+def laid_out(spans: list[Span], tables: RowTables) -> StepLayout:
+    return lay_out(spans, tables, logits_shift=1, logit_chunk=1000)
+
+
+def decoding(row: int, position: int) -> Span:
+    return Span(row, position, position + 1, position + 1, 1, position + 1, position + 2)
+
+
+def random_layout(draw: random.Random, tables: RowTables) -> StepLayout:
+    spans = []
+    for row in draw.sample(range(MAX_ROWS), draw.randint(1, MAX_ROWS)):
+        start = draw.randrange(20)
+        stop = start + draw.choice([1, 1, 2, 7])
+        decides = draw.random() < 0.8 or not spans
+        spans.append(Span(row, start, stop, stop, 1, stop, stop + decides))
+    return laid_out(spans, tables)
+
+
+def is_padded(whole: np.ndarray, real: np.ndarray, fill: int) -> bool:
+    return bool((whole[: len(real)] == real).all() and (whole[len(real) :] == fill).all())
+
+
+def test_padding_keeps_the_step_and_fills_up_with_trash(seed):
+    draw = random.Random(seed)
+    tables = make_tables()
+    for _ in range(30):
+        layout = random_layout(draw, tables)
+        tokens = len(layout.places) + draw.randint(0, 5)
+        bucket = Bucket(MAX_ROWS + 1, tokens, tokens + 1, MAX_ROWS + 3)
+        padded = pad(layout, bucket, tables)
+        assert is_padded(padded.places, layout.places, MAX_ROWS * WIDTH)
+        assert is_padded(padded.slots, layout.slots, 99 * PAGE)
+        assert is_padded(padded.positions, layout.positions, 0)
+        assert is_padded(padded.rows, layout.rows, MAX_ROWS)
+        assert is_padded(padded.cu_seqlens, layout.cu_seqlens, len(layout.places))
+        assert is_padded(padded.kv_lens, layout.kv_lens, 1)
+        assert len(padded.places) == tokens
+        assert len(padded.cu_seqlens) == bucket.rows + 1
+        part, real = padded.decides[0], layout.decides[0]
+        assert is_padded(part.rows, real.rows, MAX_ROWS)
+        assert is_padded(part.queries, real.queries, 0)
+        assert len(part.rows) == bucket.decided
+        # Every decided position has one owner, and padding never belongs to a real span.
+        owners = np.searchsorted(part.cu_decide[1:], np.arange(bucket.decided), side="right")
+        assert (part.span_rows[owners] == part.rows).all()
+        assert part.max_position == real.max_position
+
+
+def test_rows_of_one_query_stay_rows_of_one_query():
+    tables = make_tables()
+    layout = laid_out([decoding(2, 5), decoding(4, 9)], tables)
+    padded = pad(layout, Bucket(4, 4, 1, 4), tables)
+    assert padded.cu_seqlens.tolist() == [0, 1, 2, 3, 4]
+    assert padded.uniform_query_len == padded.max_query_len == 1
+    assert padded.all_causal
+
+
+def test_sizes_never_waste_much():
+    for most in (1, 3, 64, 256, 1000):
+        sizes = row_sizes(most)
+        assert sizes[-1] == most
+        for rows in range(9, most + 1):
+            size = next(size for size in sizes if size >= rows)
+            assert size <= max(rows + 7, 1.25 * rows)
+
+
+@pytest.mark.parametrize("block", [1, 4, 32])
+def test_every_small_step_of_one_method_has_a_bucket(block, seed):
+    draw = random.Random(seed)
+    tables = make_tables()
+    buckets = list_buckets(
+        max_rows=MAX_ROWS, block=block, max_decide=block, token_budget=1024, logit_chunk=1000
+    )
+    assert [one.tokens for one in buckets] == sorted(one.tokens for one in buckets)
+    for _ in range(50):
+        count = draw.randint(1, MAX_ROWS)
+        spans = []
+        for row in range(count):
+            blocks = draw.choice([1, 2]) if block > 1 and 2 * block <= WIDTH else 1
+            stop = blocks * block
+            decided = (stop - block, stop) if block > 1 else (stop, stop + 1)
+            spans.append(Span(row, 0, stop, stop, block, *decided))
+        layout = lay_out(spans, tables, logits_shift=int(block == 1), logit_chunk=1000)
+        bucket = find_bucket(layout, buckets)
+        assert bucket is not None
+        assert bucket.rows >= count
+        pad(layout, bucket, tables)
+
+
+def test_what_does_not_fit_runs_eagerly():
+    tables = make_tables()
+    layout = laid_out([decoding(0, 3), decoding(1, 4)], tables)
+    fits = [Bucket(4, 4, 1, 4)]
+    assert find_bucket(layout, fits) == fits[0]
+    assert find_bucket(layout, [Bucket(1, 4, 1, 4)]) is None
+    assert find_bucket(layout, [Bucket(4, 1, 1, 4)]) is None
+    assert find_bucket(layout, [Bucket(4, 4, 1, 1)]) is None
+    assert find_bucket(replace(layout, decides=()), fits) is None
+    longer = laid_out([Span(0, 0, 2, 2, 1, 2, 3)], tables)
+    assert find_bucket(longer, fits) is None
+    assert find_bucket(longer, [Bucket(4, 4, 4, 4)]) is not None
+
+
+def test_the_budget_of_logits_bounds_the_buckets():
+    buckets = list_buckets(
+        max_rows=256, block=32, max_decide=32, token_budget=8192, logit_chunk=441
+    )
+    assert max(one.decided for one in buckets) <= 441
+
+
+@pytest.mark.parametrize("what", ["filters", "penalties", "bias", "suppress", "max_logprobs"])
+def test_only_plain_rows_are_decided_inside_a_graph(what):
+    tables = make_tables()
+    wants = laid_out([decoding(0, 3)], tables).decides[0].wants
+    assert is_plain(wants)
+    assert is_plain(replace(wants, sampling=True))
+    assert not is_plain(replace(wants, **{what: 3 if what == "max_logprobs" else True}))
+
+
+def test_the_longest_may_go_first(seed):
+    """Only the order of the batch changes: every decision still finds its span of the plan."""
+    draw = random.Random(seed)
+    tables = make_tables()
+    for _ in range(20):
+        plain = random_layout(draw, tables)
+        spans = list(plain.spans)
+        layout = lay_out(spans, tables, logits_shift=1, logit_chunk=1000, longest_first=True)
+        assert layout.kv_lens.tolist() == sorted(plain.kv_lens.tolist(), reverse=True)
+        assert [span.row for span in layout.spans] == layout.rows.tolist()
+        part = layout.decides[0]
+        assert sorted(part.spans.tolist()) == plain.decides[0].spans.tolist()
+        decided = zip(part.spans.tolist(), part.rows, part.positions, part.queries, strict=True)
+        for index, row, position, query in decided:
+            assert (spans[index].row, spans[index].decide_start) == (row, position)
+            assert layout.positions[query] == position - 1
+            assert layout.rows[layout.owners[query]] == row

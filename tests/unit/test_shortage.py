@@ -1,0 +1,173 @@
+"""Memory that runs out: in a start-up it names the stage and the flags, in a step too; graphs that
+do not fit are done without. Real allocations of the CPU fail where they can."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_service import rank
+from engine_service.config import EngineConfig
+from engine_service.core.messages import Fatal
+from engine_service.worker import graphs, memory, worker
+from engine_service.worker.buckets import Bucket
+from engine_service.worker.shortage import is_out_of_memory
+from engine_service.worker.worker import Worker
+from tests.service.test_engine_rank import MODEL
+from tidemill.llm import LLM
+from tidemill.runtime.errors import EngineDead, InvalidRequest
+from tidemill.sampling_params import SamplingParams
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[40, 41, 42], [60, 61]]
+SHORT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def raising(error: Exception) -> Any:
+    def fail(*args: object, **named: object) -> None:
+        raise error
+
+    return fail
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def demo(**values: Any) -> LLM:
+    return LLM("demo", device="cpu", max_model_len=64, max_rows=2, **values)
+
+
+def refusal(config: EngineConfig) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        rank.compose(config, lambda *_: None)
+    assert caught.value.reason == "OUT_OF_MEMORY"
+    assert int(caught.value.facts["free_bytes"]) > 0
+    return caught.value
+
+
+def test_weights_that_do_not_fit_name_their_size_and_what_helps(tmp_path: Path) -> None:
+    huge = {**MODEL, "vocab_size": 1 << 42, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(huge))
+    config = EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", dtype="float32")
+    told = refusal(config).message
+    assert (4 * 32 << 42) < int(told.split(" bytes)")[0].rsplit("(")[-1]) < (4 * 33 << 42)
+    assert "in float32: pass --dtype bfloat16 (half of that)" in told
+    assert "were free" in told
+    assert "--dtype" not in refusal(replace(config, dtype="bfloat16")).message
+
+
+def test_tables_that_do_not_fit_name_their_flags() -> None:
+    config = EngineConfig(model="demo", device="cpu", max_rows=1 << 44, num_pages=64)
+    told = refusal(config).message
+    assert f"--max-rows (now {1 << 44})" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("find_room", ["--token-budget (now 1024)", "--logit-budget", "--max-rows"]),
+        ("open_backend", ["--token-budget (now 1024)"]),
+        ("KVPool", ["--num-pages", "--memory-fraction", "--max-model-len"]),
+    ],
+)
+def test_later_stages_name_their_flags(
+    name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, name, raising(SHORT))
+    told = refusal(EngineConfig(model="demo", device="cpu")).message
+    assert all(flag in told for flag in flags), told
+
+
+def test_other_failures_of_a_stage_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "find_room", raising(ZeroDivisionError("a bug")))
+    with pytest.raises(ZeroDivisionError):
+        rank.compose(EngineConfig(model="demo", device="cpu"), lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (SHORT, True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error: Exception, is_one: bool) -> None:
+    assert is_out_of_memory(error) is is_one
+    try:
+        raise error
+    except Exception as first:
+        second = KeyError("cleaning up failed too")
+        second.__context__ = first
+    assert is_out_of_memory(second) is is_one
+
+
+def test_a_step_without_memory_is_fatal_and_names_the_flags(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = demo()
+    executor = llm.engine.executor
+    assert isinstance(executor, Worker)
+    monkeypatch.setattr(executor._runner, "launch", raising(SHORT))
+    with pytest.raises(EngineDead, match=r"step of 2 rows and 5 tokens: .*--memory-fraction.*--"):
+        tokens(llm)
+
+
+def test_graphs_without_memory_are_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = tokens(demo())
+    freed: list[str] = []
+    monkeypatch.setattr(Worker, "_list_buckets", lambda *_: [Bucket(2, 2, 1, 2)])
+    monkeypatch.setattr(graphs, "StepGraphs", raising(SHORT))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")
+    monkeypatch.setattr(torch.cuda, "set_stream", freed.append)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append("the cache"))
+    with caplog.at_level(logging.WARNING, "tidemill.rank"):
+        llm = demo()
+    assert freed == ["the stream", "the cache"]
+    (record,) = caplog.records
+    assert "CUDA graphs of 1 steps" in record.getMessage()
+    assert tokens(llm) == expected
+    monkeypatch.setattr(graphs, "StepGraphs", raising(ZeroDivisionError("a bug")))
+    with pytest.raises(ZeroDivisionError):
+        demo()
+
+
+class Wire:
+    """A pipe with one message to read."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.sent: list[Any] = []
+
+    def receive(self, timeout_s: float | None) -> list[EngineConfig]:
+        return [self.config]
+
+    def send(self, batch: list[Any]) -> None:
+        self.sent += batch
+
+
+def test_the_rank_process_says_it_and_ends_with_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank.log, "configure", lambda *_, **__: None)
+    monkeypatch.setattr(worker, "find_room", raising(SHORT))
+    wire = Wire(EngineConfig(model="demo", device="cpu"))
+    assert rank._serve(wire) == 1  # type: ignore[arg-type]
+    assert isinstance(wire.sent[-1], Fatal)
+    assert wire.sent[-1].message.startswith("out of memory on cpu")
+
+
+def test_free_bytes_of_the_cpu_are_plausible() -> None:
+    assert 0 < memory.free_bytes(torch.device("cpu")) == pytest.approx(memory.free_ram(), rel=0.5)

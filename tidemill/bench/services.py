@@ -1,0 +1,145 @@
+"""The services as an operator starts them, for a benchmark: `tidemill serve`, more frontends beside
+it, and the CPU time of every process. It does not know what is asked of them.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from engine_service.config import EngineConfig
+from tidemill.runtime.options import flag_of, settings_of
+
+_HOST = "127.0.0.1"
+_START_S = 1800.0
+"""A large model that is compiled and captured for the first time."""
+_STOP_S = 20.0
+_ASK_EVERY_S = 0.2
+_TOLD_CHARS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Running services: `ports` speak HTTP, one per frontend."""
+
+    ports: list[int]
+    processes: Mapping[str, psutil.Process]
+    """By role: supervisor, engine server, rank 0, frontend 0, ..."""
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds of every process since its start."""
+        return {role: sum(one.cpu_times()[:2]) for role, one in self.processes.items()}
+
+
+@contextmanager
+def running_services(config: EngineConfig, num_frontends: int) -> Iterator[Services]:
+    """An engine with `num_frontends` frontends on free ports, ready; stopped at the end.
+
+    Raises RuntimeError with the end of its log when one of them ends before it is ready.
+    """
+    engine_port, *free = _free_ports(1 + 2 * num_frontends)
+    pairs = list(zip(free[::2], free[1::2], strict=True))
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidemill-log-")))
+        flags = [*_engine_flags(config), f"--engine-port={engine_port}", "--drain-timeout-s=1"]
+        started = []
+        for number, (http_port, grpc_port) in enumerate(pairs):
+            ports = [f"--http-port={http_port}", f"--grpc-port={grpc_port}"]
+            verb = [
+                "frontend",
+                f"--engine={_HOST}:{engine_port}",
+                f"--connect-timeout-s={_START_S}",
+            ]
+            words = ["serve", *flags] if number == 0 else verb
+            log = folder / f"{number}.log"
+            started.append((stack.enter_context(_child([*words, *ports], log)), log))
+        _wait_ready([http_port for http_port, _ in pairs], started)
+        processes = _roles([process for process, _ in started])
+        yield Services([http_port for http_port, _ in pairs], processes)
+
+
+def _engine_flags(config: EngineConfig) -> list[str]:
+    """The flags that make an equal config in another process."""
+    settings = settings_of(EngineConfig)
+    values = {name: getattr(config, name) for name in settings}
+    return [flag_of(n, value) for n, value in values.items() if value != settings[n].default]
+
+
+@contextmanager
+def _child(words: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`tidemill WORDS` until the end of the block; our own flags have read the environment."""
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("TIDEMILL_")}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tidemill", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environ,
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_ready(ports: list[int], started: list[tuple[subprocess.Popen[bytes], Path]]) -> None:
+    give_up = time.monotonic() + _START_S
+    while not all(map(_is_healthy, ports)):
+        ended = [log for process, log in started if process.poll() is not None]
+        if ended or time.monotonic() > give_up:
+            log = ended[0] if ended else started[0][1]
+            said = log.read_text(errors="replace")[-_TOLD_CHARS:]
+            raise RuntimeError(f"the services are not ready:\n{said}")
+        time.sleep(_ASK_EVERY_S)
+
+
+def _is_healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection(_HOST, port, timeout=5)
+    try:
+        connection.request("GET", "/health/ready")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def _roles(started: list[subprocess.Popen[bytes]]) -> dict[str, psutil.Process]:
+    """The processes below `tidemill serve` and beside it, by what they do."""
+    supervisor = psutil.Process(started[0].pid)
+    below = {child.cmdline()[2]: child for child in supervisor.children()}
+    server = below["engine_service"]
+    ranks = sorted(server.children(recursive=True), key=lambda one: one.pid)
+    beside = [psutil.Process(process.pid) for process in started[1:]]
+    return {
+        "supervisor": supervisor,
+        "engine server": server,
+        **{f"rank {number}": rank for number, rank in enumerate(ranks)},
+        **{f"frontend {n}": one for n, one in enumerate([below["frontend"], *beside])},
+    }
+
+
+def _free_ports(count: int) -> list[int]:
+    """All are held until the last is found, so that no two are the same."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind((_HOST, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
