@@ -29,7 +29,8 @@ def qk_rope_store_ref(
     """[T, H, D] rotated queries; rotated keys and values go to their slots.
 
     `qkv` [T, (H + 2 K) D]; `norm_weight` [H + K, D] or None; cos and sin as `rotary_angles` makes
-    them; pages are [N, G, K, D] of any strides; slot s is page s // G, offset s % G.
+    them, of all D features or of the leading ones that turn; pages are [N, G, K, D] of any strides;
+    slot s is page s // G, offset s % G.
     """
     num_kv_heads, head_dim = k_pages.shape[2:]
     qkv = qkv_TC.view(qkv_TC.shape[0], -1, head_dim)
@@ -71,17 +72,36 @@ def qk_rope_store(
 
 
 @jit
-def _load_halves(places: tl.tensor, inside: tl.tensor, HALF: tl.constexpr) -> tl.tuple:
-    first = tl.load(places, mask=inside, other=0.0)
-    return first, tl.load(places + HALF, mask=inside, other=0.0)
+def _pairs(column: tl.tensor, HALF: tl.constexpr, TURNED: tl.constexpr) -> tl.tuple:
+    """(feature, how far apart the other one is) of the HALF pairs of a head: TURNED pairs that turn
+    together, and behind them those that stay, paired likewise."""
+    feature, apart = column, HALF
+    if TURNED < HALF:
+        feature = column + tl.where(column < TURNED, 0, TURNED)
+        apart = tl.where(column < TURNED, TURNED, HALF - TURNED)
+    return feature, apart
 
 
 @jit
-def _store_halves(
-    places: tl.tensor, first: tl.tensor, second: tl.tensor, inside: tl.tensor, HALF: tl.constexpr
+def _load_angles(cos_ptrs: tl.tensor, sin_ptrs: tl.tensor, turned: tl.tensor) -> tl.tuple:
+    """Of the half whose sine is not negated, for every head: threads then load what they multiply.
+    What stays has the angle 0, and comes out bit for bit as it came in."""
+    cos = tl.load(cos_ptrs, mask=turned, other=1.0)
+    return cos, tl.load(sin_ptrs, mask=turned, other=0.0)
+
+
+@jit
+def _load_pairs(places: tl.tensor, apart: tl.tensor, inside: tl.tensor) -> tl.tuple:
+    first = tl.load(places, mask=inside, other=0.0)
+    return first, tl.load(places + apart, mask=inside, other=0.0)
+
+
+@jit
+def _store_pairs(
+    places: tl.tensor, apart: tl.tensor, first: tl.tensor, second: tl.tensor, inside: tl.tensor
 ) -> None:
     tl.store(places, first, mask=inside)
-    tl.store(places + HALF, second, mask=inside)
+    tl.store(places + apart, second, mask=inside)
 
 
 @jit
@@ -100,7 +120,7 @@ def _normed(
     eps: tl.tensor,
     WIDTH: tl.constexpr,
 ) -> tl.tuple:
-    """`rms_norm_ref` of heads of `WIDTH` features that come as two halves."""
+    """`rms_norm_ref` of heads of `WIDTH` features that come as pairs."""
     wide_1, wide_2 = first.to(tl.float32), second.to(tl.float32)
     squares = tl.sum(wide_1 * wide_1 + wide_2 * wide_2, axis=1)
     scale = tl.rsqrt(squares / WIDTH + eps)[:, None]
@@ -109,7 +129,7 @@ def _normed(
 
 @jit
 def _turned(first: tl.tensor, second: tl.tensor, cos: tl.tensor, sin: tl.tensor) -> tl.tuple:
-    """Both halves rotated, in the format they came in and rounded once."""
+    """Pairs rotated, in the format they came in and rounded once."""
     x, y = first.to(tl.float32), second.to(tl.float32)
     cos, sin = cos.to(tl.float32), sin.to(tl.float32)
     return (x * cos - y * sin).to(first.dtype), (y * cos + x * sin).to(first.dtype)
@@ -151,6 +171,7 @@ def _qk_rope_store_kernel(
     K: tl.constexpr,
     G: tl.constexpr,
     HALF: tl.constexpr,
+    TURNED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     PDL: tl.constexpr,
@@ -158,29 +179,28 @@ def _qk_rope_store_kernel(
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     column = tl.arange(0, BLOCK_HALF)[None, :]
     inside = column < HALF
-    place = head * (2 * HALF) + column
+    feature, apart = _pairs(column, HALF, TURNED)
+    place = head * (2 * HALF) + feature
     if weight_ptr is not None:
-        weight_1, weight_2 = _load_halves(weight_ptr + place, inside & (head < H + K), HALF)
+        weight_1, weight_2 = _load_pairs(weight_ptr + place, apart, inside & (head < H + K))
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
     qkv = qkv_ptr + token * row_stride + place
-    v_1, v_2 = _load_halves(qkv, inside & (head < H + 2 * K), HALF)
-    # The half whose sine is not negated, for every head: threads then load what they multiply.
-    angle = tl.broadcast_to(token * (2 * HALF) + HALF + column, (BLOCK_HEADS, BLOCK_HALF))
-    cos = tl.load(cos_ptr + angle, mask=inside, other=0.0)
-    sin = tl.load(sin_ptr + angle, mask=inside, other=0.0)
+    v_1, v_2 = _load_pairs(qkv, apart, inside & (head < H + 2 * K))
+    angle = tl.broadcast_to(token * (2 * TURNED) + TURNED + column, (BLOCK_HEADS, BLOCK_HALF))
+    cos, sin = _load_angles(cos_ptr + angle, sin_ptr + angle, column < TURNED)
     x_1, x_2 = v_1, v_2
     if weight_ptr is not None:
         x_1, x_2 = _normed(v_1, v_2, weight_1, weight_2, eps, 2 * HALF)
     x_1, x_2 = _turned(x_1, x_2, cos, sin)
-    _store_halves(qkv, x_1, x_2, inside & (head < H), HALF)
-    keys = _in_page(k_ptr, slot, head - H, k_stride_n, k_stride_g, k_stride_k, G) + column
-    _store_halves(keys, x_1, x_2, inside & (head >= H) & (head < H + K), HALF)
-    values = _in_page(v_ptr, slot, head - H - K, v_stride_n, v_stride_g, v_stride_k, G) + column
-    _store_halves(values, v_1, v_2, inside & (head >= H + K) & (head < H + 2 * K), HALF)
+    _store_pairs(qkv, apart, x_1, x_2, inside & (head < H))
+    keys = _in_page(k_ptr, slot, head - H, k_stride_n, k_stride_g, k_stride_k, G) + feature
+    _store_pairs(keys, apart, x_1, x_2, inside & (head >= H) & (head < H + K))
+    values = _in_page(v_ptr, slot, head - H - K, v_stride_n, v_stride_g, v_stride_k, G) + feature
+    _store_pairs(values, apart, v_1, v_2, inside & (head >= H + K) & (head < H + 2 * K))
 
 
 def qk_rope_store_triton(
@@ -220,6 +240,7 @@ def qk_rope_store_triton(
         K=num_kv_heads,
         G=page_size,
         HALF=head_dim // 2,
+        TURNED=cos_T1D.shape[-1] // 2,
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
         PDL=overlap,

@@ -22,8 +22,12 @@ def rotate(
     x_THD: torch.Tensor, cos_T1D: torch.Tensor, signed_sin_T1D: torch.Tensor
 ) -> torch.Tensor:
     """`rotate_ref` in three operators: the sign of the turned half sits in the table, whose first
-    half is -sin, so that turning is a plain roll."""
-    turned = x_THD.roll(x_THD.shape[-1] // 2, dims=-1)
+    half is -sin, so that turning is a plain roll. Features behind the tables' last stay."""
+    rotary_dim = cos_T1D.shape[-1]
+    if rotary_dim < x_THD.shape[-1]:
+        leading = rotate(x_THD[..., :rotary_dim], cos_T1D, signed_sin_T1D)
+        return torch.cat((leading, x_THD[..., rotary_dim:]), dim=-1)
+    turned = x_THD.roll(rotary_dim // 2, dims=-1)
     return torch.addcmul(x_THD * cos_T1D, turned, signed_sin_T1D)
 
 

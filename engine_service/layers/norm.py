@@ -45,11 +45,11 @@ class HeadNorm(nn.Module):
         """[T, H + K, D], query heads first."""
         return rms_norm(qk_THD, None, self.eps) * self.weight
 
-    def slots(self, prefix: str) -> dict[str, torch.Tensor]:
+    def slots(self, query_name: str, key_name: str) -> dict[str, torch.Tensor]:
         """The first head of each kind; `spread` copies it to the others."""
         return {
-            f"{prefix}.q_norm.weight": self.weight[0],
-            f"{prefix}.k_norm.weight": self.weight[self.num_heads],
+            f"{query_name}.weight": self.weight[0],
+            f"{key_name}.weight": self.weight[self.num_heads],
         }
 
     def spread(self) -> None:

@@ -38,18 +38,20 @@ _REQUIRED: dict[str, frozenset[str]] = {
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
     "yarn": frozenset(),
 }
-_COMMON = frozenset({"rope_type", "type", "rope_theta", "original_max_position_embeddings"})
-# Where these are 1 they change nothing; any other value is a rotation we do not implement.
-_NEUTRAL_ONE = frozenset({"partial_rotary_factor"})
+_PARTIAL = "partial_rotary_factor"
+_COMMON = frozenset(
+    {"rope_type", "type", "rope_theta", "original_max_position_embeddings", _PARTIAL}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeParameters:
-    """A rotary embedding of `head_dim` features. Fields that a kind does not use keep defaults."""
+    """A rotary embedding of heads. Fields that a kind does not use keep defaults."""
 
     kind: str
     """default, linear, llama3 or yarn."""
-    head_dim: int
+    rotary_dim: int
+    """Leading features of a head that turn, an even number; the others stay as they are."""
     theta: float
     factor: float = 1.0
     original_max_len: int = 0
@@ -63,16 +65,26 @@ class RopeParameters:
     """Multiplies cos and sin."""
 
 
-def read_rope(hf_config: Mapping[str, Any], head_dim: int) -> RopeParameters:
+def read_rope(
+    hf_config: Mapping[str, Any], head_dim: int, *, partial: bool = False
+) -> RopeParameters:
     """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
 
-    Raises Unsupported for a kind or key that is not implemented and InvalidRequest for a missing
-    one, naming it.
+    `partial`: the architecture may turn a part of every head (`partial_rotary_factor`). Raises
+    Unsupported for a kind or key that is not implemented and InvalidRequest for a missing one,
+    naming it.
     """
     raw = dict(hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {})
     raw = _one_for_all_layers(raw)
     kind = raw.get("rope_type") or raw.get("type") or "default"
-    _check_keys(kind, raw, hf_config)
+    shares = (raw.get(_PARTIAL), hf_config.get(_PARTIAL))
+    share = next((share for share in shares if share is not None), 1.0)
+    if share != 1.0 and not partial:
+        raise Unsupported(
+            f"rotary parameter {_PARTIAL} = {share!r} is not supported for this architecture",
+            param=_PARTIAL,
+        )
+    _check_keys(kind, raw)
     max_len = int(hf_config.get("max_position_embeddings", 0))
     original = int(
         hf_config.get("original_max_position_embeddings")
@@ -84,7 +96,7 @@ def read_rope(hf_config: Mapping[str, Any], head_dim: int) -> RopeParameters:
         factor = max_len / original if kind == "yarn" else 1.0
     return RopeParameters(
         kind=kind,
-        head_dim=head_dim,
+        rotary_dim=_rotary_dim(head_dim, share),
         theta=float(raw.get("rope_theta") or hf_config.get("rope_theta") or 10000.0),
         factor=float(factor),
         original_max_len=original,
@@ -111,8 +123,9 @@ def scaled_max_len(rope: RopeParameters, max_position_embeddings: int) -> int:
 
 
 def inverse_frequencies(rope: RopeParameters) -> torch.Tensor:
-    """[D / 2] float32 on the CPU."""
-    exponent = torch.arange(0, rope.head_dim, 2, dtype=torch.float32, device="cpu") / rope.head_dim
+    """[rotary_dim / 2] float32 on the CPU."""
+    dim = rope.rotary_dim
+    exponent = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     plain = 1.0 / (rope.theta**exponent)
     if rope.kind == "linear":
         return plain / rope.factor
@@ -133,7 +146,8 @@ class RotaryTable:
     def __call__(
         self, positions_T: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """([T, 1, D] cos, [T, 1, D] sin with its first half negated), for kernels/rotary.py."""
+        """([T, 1, D] cos, [T, 1, D] sin with its first half negated) of the D = rotary_dim features
+        that turn, for kernels/rotary.py."""
         return rotary_angles(positions_T, self._frequencies, self._factor, dtype)
 
 
@@ -151,18 +165,25 @@ def _one_for_all_layers(raw: dict[str, Any]) -> dict[str, Any]:
     return dict(nested[0])
 
 
-def _check_keys(kind: str, raw: Mapping[str, Any], hf_config: Mapping[str, Any]) -> None:
+def _rotary_dim(head_dim: int, share: float) -> int:
+    dim = int(head_dim * share)
+    if not 0 < dim <= head_dim or dim % 2:
+        raise Unsupported(
+            f"config.json: {_PARTIAL} {share!r} turns {dim} of {head_dim} features of a head; an "
+            f"even number from 2 to {head_dim} is supported",
+            param=_PARTIAL,
+        )
+    return dim
+
+
+def _check_keys(kind: str, raw: Mapping[str, Any]) -> None:
     if kind not in _KEYS:
         raise Unsupported(
             f"rope_type {kind!r} is not supported; supported: {', '.join(_KEYS)}",
             param="rope_type",
         )
     given = {key: value for key, value in raw.items() if value is not None}
-    if "partial_rotary_factor" in hf_config:
-        given.setdefault("partial_rotary_factor", hf_config["partial_rotary_factor"])
     for key in sorted(given.keys() - _KEYS[kind] - _COMMON):
-        if key in _NEUTRAL_ONE and given[key] == 1.0:
-            continue
         raise Unsupported(
             f"rotary parameter {key} = {given[key]!r} is not supported for rope_type {kind!r}",
             param=key,
@@ -190,7 +211,7 @@ def _llama3(plain: torch.Tensor, rope: RopeParameters) -> torch.Tensor:
 def _yarn(powers: torch.Tensor, rope: RopeParameters) -> torch.Tensor:
     """YaRN (Peng et al. 2023, arXiv 2309.00071), equations 22 and 23: fast waves are kept, slow
     ones interpolated, a linear ramp between the dimensions of beta_fast and beta_slow turns."""
-    dim, base = rope.head_dim, rope.theta
+    dim, base = rope.rotary_dim, rope.theta
 
     def dimension_of(turns: float) -> float:
         return dim * math.log(rope.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(base))

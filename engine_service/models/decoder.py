@@ -1,13 +1,14 @@
 """The pre-norm decoder that most published language models are variants of.
 
-Grouped-query attention, SwiGLU, RMSNorm and rotary positions; biases, per-head norms, sliding
-windows and tied embeddings are fields. It knows no checkpoint format beyond tensor names.
+Grouped-query attention, SwiGLU or experts, RMSNorm and rotary positions; biases, per-head norms,
+sliding windows, tied embeddings and the names of tensors are fields. It knows no file format.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -15,12 +16,30 @@ from torch import nn
 from engine_service.attention.base import AttentionStep
 from engine_service.layers.attention import PagedAttention
 from engine_service.layers.embedding import Embedding
+from engine_service.layers.experts import Experts, Mixture
+from engine_service.layers.feed_forward import FeedForward
 from engine_service.layers.linear import Linear
 from engine_service.layers.norm import HeadNorm, RMSNorm
 from engine_service.layers.rope import RotaryTable
 from engine_service.models.base import CausalModel, HFConfig, ModelTraits
 from engine_service.schemes.base import LinearScheme
 from engine_service.schemes.unquantized import Unquantized
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """What a checkpoint calls the parts of a decoder, those of a layer below the layer's name."""
+
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    norm: str = "model.norm"
+    attention: str = "self_attn"
+    feed_forward: str = "mlp"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """Three matrices, or one that holds the three in this order."""
+    output: str = "o_proj"
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +51,9 @@ class DecoderOptions:
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm over each query and key head before the rotation."""
+    mixtures: Mapping[int, Mixture] = field(default_factory=dict)
+    """Experts of a layer, by its index; the feed-forward of all other layers is dense."""
+    names: TensorNames = TensorNames()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +75,42 @@ class _Build:
         traits = self.traits
         return RMSNorm(traits.hidden_size, traits.norm_eps, device=self.device, dtype=self.dtype)
 
+    def feed_forward(self, layer: int) -> FeedForward | Experts:
+        traits, mixture = self.traits, self.options.mixtures.get(layer)
+        if mixture is not None:
+            return Experts(
+                traits.hidden_size,
+                mixture,
+                scheme=self.scheme,
+                device=self.device,
+                dtype=self.dtype,
+            )
+        return FeedForward(
+            traits.hidden_size,
+            traits.intermediate_size,
+            bias=self.options.mlp_bias,
+            scheme=self.scheme,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
 
 class _Attention(nn.Module):
     def __init__(self, layer: int, build: _Build) -> None:
         super().__init__()
-        traits, options = build.traits, build.options
+        traits, options, self.names = build.traits, build.options, build.options.names
         heads = (traits.num_heads, traits.num_kv_heads)
         width, kv_width = (count * traits.head_dim for count in heads)
+        sizes: tuple[int, ...] = (width, kv_width, kv_width)
+        sizes = sizes if len(self.names.qkv) == len(sizes) else (sum(sizes),)
         self.qkv = build.linear(
             traits.hidden_size,
-            {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width},
+            dict(zip(self.names.qkv, sizes, strict=True)),
             bias=options.qkv_bias,
         )
-        self.output = build.linear(width, {"o_proj": traits.hidden_size}, bias=options.output_bias)
+        self.output = build.linear(
+            width, {self.names.output: traits.hidden_size}, bias=options.output_bias
+        )
         self.norm = (
             HeadNorm(
                 *heads,
@@ -96,26 +141,9 @@ class _Attention(nn.Module):
         return self.output.add(residual_TE, self.attend(qkv, rotary, self.norm, step))
 
     def slots(self, prefix: str) -> dict[str, torch.Tensor]:
-        own = self.norm.slots(prefix) if self.norm is not None else {}
+        names = [f"{prefix}.{name}" for name in (self.names.query_norm, self.names.key_norm)]
+        own = self.norm.slots(*names) if self.norm is not None else {}
         return own | self.qkv.slots(prefix) | self.output.slots(prefix)
-
-
-class _FeedForward(nn.Module):
-    def __init__(self, build: _Build) -> None:
-        super().__init__()
-        traits, bias = build.traits, build.options.mlp_bias
-        inner = traits.intermediate_size
-        self.gate_up = build.linear(
-            traits.hidden_size, {"gate_proj": inner, "up_proj": inner}, bias=bias
-        )
-        self.down = build.linear(inner, {"down_proj": traits.hidden_size}, bias=bias)
-
-    def forward(self, residual_TE: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        gated = self.gate_up(residual_TE, norm=norm, gated=True)
-        return self.down.add(residual_TE, gated)
-
-    def slots(self, prefix: str) -> dict[str, torch.Tensor]:
-        return self.gate_up.slots(prefix) | self.down.slots(prefix)
 
 
 class _Layer(nn.Module):
@@ -124,15 +152,15 @@ class _Layer(nn.Module):
         self.input_norm = build.norm()
         self.attention = _Attention(layer, build)
         self.inner_norm = build.norm()
-        self.feed_forward = _FeedForward(build)
+        self.feed_forward = build.feed_forward(layer)
 
-    def slots(self, prefix: str) -> dict[str, torch.Tensor]:
+    def slots(self, prefix: str, names: TensorNames) -> dict[str, torch.Tensor]:
         norms: dict[str, torch.Tensor] = {
             f"{prefix}.input_layernorm.weight": self.input_norm.weight,
             f"{prefix}.post_attention_layernorm.weight": self.inner_norm.weight,
         }
-        attention = self.attention.slots(f"{prefix}.self_attn")
-        return norms | attention | self.feed_forward.slots(f"{prefix}.mlp")
+        attention = self.attention.slots(f"{prefix}.{names.attention}")
+        return norms | attention | self.feed_forward.slots(f"{prefix}.{names.feed_forward}")
 
 
 class Decoder(CausalModel):
@@ -168,6 +196,7 @@ class Decoder(CausalModel):
         )
         sizes = (traits.vocab_size, traits.hidden_size)
         self.traits = traits
+        self._names = options.names
         self.embedding = Embedding(*sizes, device=device, dtype=dtype)
         self._layers = [_Layer(layer, build) for layer in range(traits.num_layers)]
         self.layers = nn.ModuleList(self._layers)
@@ -196,14 +225,15 @@ class Decoder(CausalModel):
         return self.head.logits(hidden_NE, self.norm)
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
+        names = self._names
         slots: dict[str, torch.Tensor] = {
-            "model.embed_tokens.weight": self.embedding.weight,
-            "model.norm.weight": self.norm.weight,
+            f"{names.embedding}.weight": self.embedding.weight,
+            f"{names.norm}.weight": self.norm.weight,
         }
         if self.head is not self.embedding:
             slots["lm_head.weight"] = self.head.weight
         for index, layer in enumerate(self._layers):
-            slots |= layer.slots(f"model.layers.{index}")
+            slots |= layer.slots(f"{names.layers}.{index}", names)
         return slots
 
     def after_load(self) -> None:

@@ -6,7 +6,7 @@ It does not know any single architecture.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from engine_service.layers.rope import read_rope, scaled_max_len
@@ -29,18 +29,26 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Keys that change the arithmetic, with the values that leave it as it is."""
 
+_MASK_TOKENS = ("<|MASK|>", "<|mask|>", "<|mdm_mask|>")
+_EXPERT_COUNTS = ("num_local_experts", "num_experts")
+"""Two spellings of one number. Defaults are written in the second."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def decoder_traits(
-    hf_config: HFConfig, *, windows: tuple[int | None, ...], **overrides: Any
+    hf_config: HFConfig,
+    *,
+    windows: tuple[int | None, ...],
+    implements: Collection[str] = (),
+    **overrides: Any,
 ) -> ModelTraits:
-    """Traits of a plain decoder; `overrides` are the fields the architecture decides itself.
+    """Traits of a plain decoder; `overrides` are the fields the architecture decides itself, and
+    `implements` names keys of config.json that others refuse and it reads.
 
     Raises InvalidRequest for a missing or impossible field, Unsupported for an unknown trait.
     """
-    refuse_unknown(hf_config)
+    refuse_unknown(hf_config, implements)
     num_heads = positive(hf_config, "num_attention_heads")
     num_kv_heads = hf_config.get("num_key_value_heads") or num_heads
     hidden_size = positive(hf_config, "hidden_size")
@@ -51,7 +59,7 @@ def decoder_traits(
             param="num_key_value_heads",
         )
     head_dim = hf_config.get("head_dim") or hidden_size // num_heads
-    rope = read_rope(hf_config, head_dim)
+    rope = read_rope(hf_config, head_dim, partial="partial_rotary_factor" in implements)
     return ModelTraits(
         architecture=hf_config["architectures"][0],
         hidden_size=hidden_size,
@@ -82,11 +90,40 @@ def positive(hf_config: HFConfig, key: str) -> int:
     return value
 
 
+def expert_counts(hf_config: HFConfig) -> tuple[int, int]:
+    """(experts of a layer, experts of a token); raises InvalidRequest where they cannot be."""
+    given = (key for key in _EXPERT_COUNTS if hf_config.get(key) is not None)
+    num_experts = positive(hf_config, next(given, _EXPERT_COUNTS[-1]))
+    per_token = positive(hf_config, "num_experts_per_tok")
+    if per_token > num_experts:
+        raise InvalidRequest(
+            f"config.json: num_experts_per_tok {per_token} exceeds the {num_experts} experts",
+            param="num_experts_per_tok",
+        )
+    return num_experts, per_token
+
+
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     """`eos_token_id` comes as nothing, one id, or a list."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
+
+
+def mask_token_id(hf_config: HFConfig, added_tokens: Mapping[str, int]) -> int:
+    """config.json first, then the tokenizer's added tokens; raises InvalidRequest without one."""
+    found = hf_config.get("mask_token_id")
+    if found is None:
+        found = next((added_tokens[name] for name in _MASK_TOKENS if name in added_tokens), None)
+    vocab_size = positive(hf_config, "vocab_size")
+    if found is None or not 0 <= found < vocab_size:
+        raise InvalidRequest(
+            f"the mask token of this diffusion model is {found!r}, which is not an id below "
+            f"the vocabulary size {vocab_size}: set mask_token_id in config.json, or add one of "
+            f"{', '.join(_MASK_TOKENS)} to the tokenizer's added tokens",
+            param="mask_token_id",
+        )
+    return found
 
 
 def full_windows(hf_config: HFConfig) -> tuple[int | None, ...]:
@@ -114,11 +151,19 @@ def qwen_windows(hf_config: HFConfig) -> tuple[int | None, ...]:
     return tuple(window if kind == _LAYER_TYPES[1] else None for kind in types)
 
 
-def refuse_unknown(hf_config: Mapping[str, Any]) -> None:
-    """Raises Unsupported for a trait that would change the numbers if it were ignored."""
-    for key, neutral in _NEUTRAL.items():
+def refuse_unknown(
+    hf_config: HFConfig,
+    implements: Collection[str] = (),
+    *,
+    neutral_values: Mapping[str, tuple[Any, ...]] = _NEUTRAL,
+) -> None:
+    """Raises Unsupported for a trait that would change the numbers if it were ignored.
+
+    `neutral_values` names the values of a key that mean nothing: an architecture has its own.
+    """
+    for key, neutral in neutral_values.items():
         value = hf_config.get(key)
-        if value not in neutral:
+        if key not in implements and value not in neutral:
             shown = value.get("quant_method", "unknown") if isinstance(value, dict) else value
             raise Unsupported(
                 f"config.json: {key} = {shown!r} is not supported by this build; "

@@ -64,6 +64,7 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+FEW_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
 
 CASES = [
@@ -118,6 +119,33 @@ CASES = [
             "sliding_window": 9,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
+    ),
+    Case(
+        name="qwen3-moe",
+        kind="Qwen3Moe",
+        options=FEW_EXPERTS | {"head_dim": 32, "norm_topk_prob": True},
+        shards=True,
+    ),
+    Case(
+        name="qwen3-moe-mixed",
+        kind="Qwen3Moe",
+        options=FEW_EXPERTS
+        | {
+            "attention_bias": True,
+            "num_hidden_layers": 5,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+        edit=before_version_5,
+    ),
+    Case(name="mixtral", kind="Mixtral", options={"num_local_experts": 5}, shards=True),
+    Case(
+        name="mixtral-window",
+        kind="Mixtral",
+        options={"sliding_window": 11, "num_experts_per_tok": 3, "head_dim": 32},
+        edit=before_version_5,
     ),
 ]
 

@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from engine_service.kernels.qk_rope_store import qk_rope_store_ref, qk_rope_store_triton
 from engine_service.kernels.rotary import rotate, rotate_ref
 from engine_service.layers.rope import (
     RotaryTable,
@@ -16,6 +17,7 @@ from engine_service.layers.rope import (
 )
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEAD_DIM = 64
 LLAMA3 = {
     "rope_type": "llama3",
@@ -64,6 +66,29 @@ def test_frequencies_and_factor_equal_transformers(rope: dict[str, Any]) -> None
     assert torch.equal(inverse_frequencies(new), want)
     assert new.attention_factor == pytest.approx(factor, abs=0)
     assert read_rope({**sizes, **old_style(rope)}, HEAD_DIM) == new
+
+
+@pytest.mark.parametrize("rope", SCALED[:-2], ids=lambda rope: rope["rope_type"])
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_frequencies_of_a_part_equal_transformers(rope: dict[str, Any], share: float) -> None:
+    """As partial_rotary_factor beside or within the other parameters."""
+    part = rope | {"partial_rotary_factor": share}
+    config = LlamaConfig(head_dim=HEAD_DIM, max_position_embeddings=32768, rope_parameters=part)
+    want, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+    for spelling in (
+        {"rope_parameters": part},
+        {"rope_parameters": rope, "partial_rotary_factor": share},
+    ):
+        got = read_rope({"max_position_embeddings": 32768, **spelling}, HEAD_DIM, partial=True)
+        assert got.rotary_dim == int(HEAD_DIM * share)
+        assert torch.equal(inverse_frequencies(got), want)
+
+
+@pytest.mark.parametrize("share", [0.0, -1, 0.51, 1.5])
+def test_parts_that_cannot_turn_are_named(share: float) -> None:
+    with pytest.raises(Unsupported, match="partial_rotary_factor") as caught:
+        read_rope({"partial_rotary_factor": share}, 50, partial=True)
+    assert caught.value.param == "partial_rotary_factor"
 
 
 def test_default_frequencies_are_the_formula() -> None:
@@ -149,3 +174,54 @@ def test_rotation_equals_its_reference(dtype: torch.dtype, seed: int) -> None:
     got = rotate(x, *table(positions, dtype))
     torch.testing.assert_close(got, rotate_ref(x, cos, sin), rtol=tolerance, atol=tolerance)
     assert not torch.allclose(got, rotate(x, *table(positions + 1, dtype)), atol=0.05)
+
+
+def tables(rotary_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    rope = read_rope({"partial_rotary_factor": rotary_dim / HEAD_DIM}, HEAD_DIM, partial=True)
+    return RotaryTable(rope, device=DEVICE)(torch.arange(1, 8, device=DEVICE) * 3, dtype)
+
+
+@pytest.mark.parametrize("rotary_dim", [2, 16, 32, 48, 64])
+def test_a_part_of_every_head_turns(rotary_dim: int, seed: int) -> None:
+    """The leading features turn among themselves, the others stay bit for bit."""
+    torch.manual_seed(seed)
+    x = torch.randn(7, 3, HEAD_DIM, device=DEVICE)
+    cos, sin = tables(rotary_dim, x.dtype)
+    got = rotate(x, cos, sin)
+    first, second = x[..., :rotary_dim].chunk(2, dim=-1)
+    c, s = cos[..., : rotary_dim // 2], sin[..., rotary_dim // 2 :]
+    want = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+    torch.testing.assert_close(got[..., :rotary_dim], want, rtol=1e-6, atol=1e-6)
+    assert torch.equal(got[..., rotary_dim:], x[..., rotary_dim:])
+    assert not torch.allclose(got[..., :rotary_dim], x[..., :rotary_dim], atol=1e-3)
+
+
+@pytest.mark.parametrize("rotary_dim", [24, 32])
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
+def test_the_kernel_turns_a_part(
+    rotary_dim: int, normed: bool, dtype: torch.dtype, tolerance: float, seed: int
+) -> None:
+    """Queries, stored keys and values equal the plain operators; what stays is not touched."""
+    torch.manual_seed(seed)
+    cos, sin = tables(rotary_dim, dtype)
+    qkv = torch.randn(7, 8 * HEAD_DIM, device=DEVICE).to(dtype)
+    pages = torch.full((3, 4, 2, HEAD_DIM), 77.0, dtype=dtype, device=DEVICE)
+    options: dict[str, Any] = {
+        "norm_weight": torch.randn(6, HEAD_DIM, device=DEVICE).to(dtype) if normed else None,
+        "eps": 1e-5,
+        "slots": torch.randperm(12, device=DEVICE)[:7],
+        "num_heads": 4,
+    }
+    own = [{"k_pages": pages.clone(), "v_pages": pages.clone()} for _ in range(2)]
+    want = qk_rope_store_ref(qkv.clone(), cos, sin, **own[0], **options)
+    got = qk_rope_store_triton(qkv.clone(), cos, sin, **own[1], **options)
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    k, want_k = own[1]["k_pages"], own[0]["k_pages"]
+    torch.testing.assert_close(k, want_k, rtol=tolerance, atol=tolerance)
+    assert torch.equal(own[1]["v_pages"], own[0]["v_pages"])
+    if not normed:
+        kept = qkv.view(7, 8, HEAD_DIM)[:, :4, rotary_dim:]
+        assert torch.equal(got[..., rotary_dim:], kept)
+    whole = qk_rope_store_triton(qkv.clone(), *tables(HEAD_DIM, dtype), **own[1], **options)
+    assert not torch.allclose(whole, want, atol=0.05), "negative control"
