@@ -22,6 +22,7 @@ from frontend.api.http import (
 )
 from frontend.api.openai_request import parse
 from frontend.api.openai_schema import ChatBody, CompletionBody
+from frontend.api.page import page_routes
 from frontend.api.sse import EventStream
 from frontend.desk import FrontDesk
 from tidemill import __version__
@@ -33,6 +34,7 @@ def build_http(desk: FrontDesk) -> FastAPI:
     app = FastAPI(title="Tidemill", version=__version__)
     app.include_router(admin_routes(desk))
     app.include_router(health_routes(desk))
+    app.include_router(page_routes(desk))
 
     @app.post("/v1/chat/completions", openapi_extra=_documented(ChatBody))
     async def create_chat_completion(request: Request) -> Response:

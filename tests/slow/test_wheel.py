@@ -67,6 +67,8 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
     for package in ("tidemill", "frontend", "engine_service"):
         files = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
         assert files <= names, f"missing: {sorted(files - names)}"
+    page = {str(path.relative_to(ROOT)) for path in (ROOT / "frontend" / "web").iterdir()}
+    assert "frontend/web/index.html" in page <= names
     assert {"tidemill/v1/engine_pb2.pyi", "tidemill/py.typed"} <= names
     for proto in ("engine.proto", "text.proto"):
         assert any(name.endswith(f"proto/tidemill/v1/{proto}") for name in names)

@@ -1,14 +1,19 @@
 """`tidemill chat [MESSAGE]`: talks to a running server over gRPC; answers stream."""
 
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rich.console import Console
+from rich.live import Live
+
 from tidemill.client import Client
+from tidemill.commands.canvas import CanvasView, usage_line
 from tidemill.commands.spellings import ours
 from tidemill.exchange import CallOptions, Delta
 from tidemill.runtime import options
-from tidemill.runtime.errors import ServiceError
+from tidemill.runtime.errors import ServiceError, Unsupported
 from tidemill.sampling_params import SamplingParams
 
 
@@ -32,6 +37,8 @@ class ChatOptions:
     """0 is greedy; default: the checkpoint's."""
     method: str | None = None
     """Decoding method; default: the model's own."""
+    canvas: bool = False
+    """Diffusion models: show how the block is revealed, and at the end what the answer cost."""
     timeout_s: float | None = None
     """Longest time for one answer."""
 
@@ -62,14 +69,45 @@ def _answer(client: Client, said: list[dict[str, str]], wanted: ChatOptions) -> 
     params = SamplingParams(
         max_tokens=wanted.max_tokens, temperature=wanted.temperature, method=wanted.method
     )
-    call = CallOptions(model=wanted.model, timeout_s=wanted.timeout_s)
-    parts = []
+    call = CallOptions(model=wanted.model, timeout_s=wanted.timeout_s, emit_canvas=wanted.canvas)
     deltas: Iterator[Delta] = client.chat_stream(said, params, call)
+    if not wanted.canvas:
+        return "".join(_printed(deltas))
+    try:
+        return _watch(client, deltas)
+    except Unsupported as refused:
+        if refused.param != "emit_canvas":
+            raise
+        raise Unsupported(
+            "this model does not decode by diffusion, so --canvas has nothing to show; leave "
+            "--canvas out, or talk to a diffusion model (tidemill serve demo-block)"
+        ) from refused
+
+
+def _printed(deltas: Iterator[Delta]) -> Iterator[str]:
+    """The texts of an answer, each of them printed."""
     for delta in deltas:
-        parts.append(delta.text)
         print(delta.text, end="", flush=True)
+        yield delta.text
     print()
-    return "".join(parts)
+
+
+def _watch(client: Client, deltas: Iterator[Delta]) -> str:
+    """Animates an answer where there is a terminal, and prints it; the cost goes to stderr."""
+    console = Console()
+    view = CanvasView(lambda token_id: client.detokenize([token_id], skip_special_tokens=False))
+    seen = map(view.take, deltas)
+    if console.is_terminal and not console.is_dumb_terminal:
+        try:
+            with Live(view, console=console, auto_refresh=False, transient=True) as live:
+                for _ in seen:
+                    live.refresh()
+        finally:
+            print(view.text)
+    else:
+        deque(_printed(seen), maxlen=0)
+    print(usage_line(view.usage), file=sys.stderr)
+    return view.text
 
 
 def _lines() -> Iterator[str]:
