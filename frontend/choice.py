@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from frontend.gap import Gap
 from frontend.messages import Canvas, Delta, Finish, FinishReason, Timings, TokenLogprobs, Usage
 from frontend.request import Options, TextRequest
 from frontend.stopping import StopChecker
@@ -55,10 +56,16 @@ class TextDelta:
 
 
 class PromptView(NamedTuple):
-    """A prompt as it was sent to the engine, and its text where it is needed (echo)."""
+    """A prompt as it was sent to the engine, and its text where it is needed (echo).
+
+    `max_tokens` is the engine's limit behind it; None: the room left. `gap` is there when a suffix
+    follows.
+    """
 
     token_ids: list[int]
     text: str
+    max_tokens: int | None = None
+    gap: Gap | None = None
 
 
 class Choice:
@@ -90,6 +97,7 @@ class Choice:
             self._stops = StopChecker(options.stop, include=include)
         self._owes_echo = options.echo
         self._only_prompt = options.sampling.max_tokens == 0
+        self._most_tokens = None if prompt.gap is None else prompt.gap.num_tokens
 
     def feed(self, delta: Delta) -> TextDelta | None:
         """The visible part of what happened, or None when nothing can be shown yet."""
@@ -106,10 +114,13 @@ class Choice:
         return None if is_empty else shown
 
     def _add_tokens(self, delta: Delta, shown: TextDelta) -> None:
-        token_ids, visible = delta.token_ids, delta.token_ids
-        finish = delta.finish
+        token_ids = delta.token_ids
+        if self._most_tokens is not None:  # what the engine says behind the gap is the suffix
+            token_ids = token_ids[: self._most_tokens - self.num_tokens]
+        visible, finish = token_ids, delta.finish
         if (
             finish is not None
+            and len(token_ids) == len(delta.token_ids)
             and finish.reason is FinishReason.STOP_TOKEN
             and finish.stop_token_id == token_ids[-1]
             and not self._options.include_stop_str_in_output
@@ -167,7 +178,10 @@ class Choice:
         if self.matched is not None:
             shown.finish_reason, shown.stop_reason = "stop", self.matched
             return
-        shown.finish_reason = "length" if self._only_prompt else _REASONS[finish.reason]
+        if self._only_prompt or self.num_tokens == self._most_tokens:
+            shown.finish_reason = "length"
+            return
+        shown.finish_reason = _REASONS[finish.reason]
         if finish.stop_token_id in self._options.stop_token_ids:
             shown.stop_reason = finish.stop_token_id
         elif finish.detail:

@@ -53,6 +53,7 @@ def to_spec(sequence: Sequence) -> pb.GenerateSpec:
         fairness_key=sequence.fairness_key,
         choice=sequence.choice,
         emit_canvas=sequence.emit_canvas,
+        pinned=[pb.PinnedToken(position=p, token_id=token) for p, token in sequence.pinned],
     )
     if sequence.decoding.method or sequence.decoding.params:
         spec.decoding.method = sequence.decoding.method or ""

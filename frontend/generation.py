@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 from frontend.call import Call
 from frontend.choice import Choice, PromptView, TextDelta, TextLogprob
 from frontend.engine_convert import pack_ids
+from frontend.gap import check_gap, check_suffix_ids, check_suffix_len, fit_prompt, of_suffix
 from frontend.messages import Delta, FinishReason, Sequence, Timings, Usage
 from frontend.observation import Observation
 from frontend.request import Ingress, Prompt, TextRequest
 from frontend.served import ServedModel
-from frontend.validation import DEFAULT_COMPLETION_TOKENS, check_request, context_exceeded, fit
-from tidemill.runtime.errors import DeadlineExceeded, EngineDead
+from frontend.validation import DEFAULT_COMPLETION_TOKENS, check_request, context_exceeded
+from tidemill.runtime.errors import DeadlineExceeded, EngineDead, Unsupported
 
 if TYPE_CHECKING:
     from frontend.desk import FrontDesk
@@ -52,7 +53,7 @@ class Generation:
         self._request = request
         self._ingress = ingress
         self._call: Call | None = None
-        self._max_tokens: list[int | None] = []
+        self._suffix_ids: list[int] = []
         self._span = ingress.span
         self.model: ServedModel = desk.model_for(request.options.model)
         self.prompts: list[PromptView] = []
@@ -63,6 +64,8 @@ class Generation:
         self._desk.entered(self)
         try:
             check_request(self._request, self.model.facts, self._desk.config.max_n)
+            if self._request.suffix:
+                await self._read_suffix(self._request.suffix)
             for prompt in self._request.prompts:
                 await self._add_prompt(prompt)
             self._span = self._seen.start_client_span()
@@ -139,6 +142,15 @@ class Generation:
             result.text = "".join(parts)
         return results
 
+    async def _read_suffix(self, suffix: str) -> None:
+        """Encodes what stands behind every gap; refuses what no engine would take."""
+        check_gap(self._request, self.model.facts)
+        around = self._seen.inner_span
+        self._suffix_ids = await self._desk.tokenize(
+            self.model, suffix, False, around=around, check=check_suffix_len
+        )
+        check_suffix_ids(self._suffix_ids)
+
     async def _add_prompt(self, prompt: Prompt) -> None:
         """Renders, encodes and fits one prompt, and makes its choices."""
         options, model = self._request.options, self.model
@@ -157,14 +169,13 @@ class Generation:
         if is_default:
             sampling = replace(options.sampling, max_tokens=DEFAULT_COMPLETION_TOKENS)
             options = replace(options, sampling=sampling)
-        fitted, max_tokens = fit(
-            token_ids, options, model.facts, param=param, is_default=is_default
+        fitted, max_tokens, gap = fit_prompt(
+            token_ids, self._suffix_ids, options, model.facts, param=param, is_default=is_default
         )
         if options.echo and (not text or len(fitted) < len(token_ids)):
             text = model.tokenizer.decode(fitted, skip_special_tokens=options.skip_special_tokens)
-        view = PromptView(fitted, text)
+        view = PromptView(fitted, text, max_tokens, gap)
         self.prompts.append(view)
-        self._max_tokens.append(max_tokens)
         for _ in range(options.n):
             index = len(self.choices)
             self.choices.append(Choice(index, view, model.tokenizer, self._request.options))
@@ -187,18 +198,16 @@ class Generation:
         )
 
     def _sequence(self, choice: Choice) -> Sequence:
-        options = self._request.options
-        of_prompt, number = divmod(choice.index, options.n)
-        max_tokens = self._max_tokens[of_prompt]
+        options, prompt = self._request.options, choice.prompt
         # Scoring only: the engine generates at least one token, which nobody sees.
-        max_tokens = 1 if max_tokens == 0 else max_tokens
+        max_tokens = 1 if prompt.max_tokens == 0 else prompt.max_tokens
         scores = options.prompt_logprobs
         if options.echo and options.logprobs is not None:
             scores = max(options.logprobs, scores or 0)
         return Sequence(
             index=choice.index,
-            choice=number,
-            prompt=pack_ids(choice.prompt.token_ids),
+            choice=choice.index % options.n,
+            prompt=pack_ids(prompt.token_ids),
             sampling=replace(options.sampling, max_tokens=max_tokens),
             decoding=options.decoding,
             stop_token_ids=options.stop_token_ids,
@@ -209,6 +218,7 @@ class Generation:
             priority=options.priority,
             fairness_key=options.fairness_key,
             emit_canvas=options.emit_canvas,
+            pinned=prompt.gap.pinned(len(prompt.token_ids)) if prompt.gap else (),
         )
 
     def _remaining_ms(self) -> int | None:
@@ -233,6 +243,10 @@ class Generation:
                 return await self._call.read()
         except TimeoutError:
             raise self._too_late() from None
+        except Unsupported as refused:
+            if refused.param != "pinned":
+                raise
+            raise of_suffix(refused) from refused
         except EngineDead as lost:
             engine = self._desk.engine
             if self._call.has_begun or not await engine.wait_ready(_RECONNECT_S):

@@ -113,6 +113,8 @@ class Sequence:
     priority: int = 0
     fairness_key: str = ""
     emit_canvas: bool = False
+    pinned: tuple[tuple[int, int], ...] = ()
+    """Tokens that are given behind the prompt: (absolute position, token id)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,6 +94,9 @@ class TextRequest:
 
     prompts: tuple[Prompt, ...]
     options: Options
+    suffix: str = ""
+    """Text behind every prompt; `options.sampling.max_tokens` is the length of the gap between
+    them, which is what is generated. Empty: the text has an open end."""
     prompt_param: str = "prompt"
     """The field that a prompt's faults are reported under."""
 

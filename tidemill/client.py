@@ -21,12 +21,15 @@ from tidemill.exchange import (
     Completion,
     Conversation,
     Delta,
+    Filling,
     chat_fields,
+    infill_fields,
     metadata_of,
     text_fields,
     timeout_of,
     to_completion,
     to_delta,
+    to_filling,
     tokenize_fields,
 )
 from tidemill.runtime.rpc import channel_options, to_error
@@ -99,6 +102,17 @@ class Client:
         """The same in pieces; leaving the loop early stops the engine."""
         request = pb.ChatStreamRequest(**chat_fields(messages, params, options))
         return self._stream("ChatStream", request, options)
+
+    def infill(
+        self,
+        prefix: str,
+        suffix: str,
+        params: SamplingParams | None = None,
+        options: CallOptions | None = None,
+    ) -> Filling:
+        """What stands between two texts, `params.max_tokens` tokens; diffusion models only."""
+        request = pb.InfillRequest(**infill_fields((prefix, suffix), params, options))
+        return to_filling(self._call("Infill", request, options))
 
     def tokenize(self, text: Conversation, *, add_special_tokens: bool | None = None) -> list[int]:
         """Token ids of a text, or of messages rendered with the chat template."""
@@ -204,6 +218,17 @@ class AsyncClient:
         """The same in pieces; leaving the loop early stops the engine."""
         request = pb.ChatStreamRequest(**chat_fields(messages, params, options))
         return self._stream("ChatStream", request, options)
+
+    async def infill(
+        self,
+        prefix: str,
+        suffix: str,
+        params: SamplingParams | None = None,
+        options: CallOptions | None = None,
+    ) -> Filling:
+        """What stands between two texts, `params.max_tokens` tokens; diffusion models only."""
+        request = pb.InfillRequest(**infill_fields((prefix, suffix), params, options))
+        return to_filling(await self._call("Infill", request, options))
 
     async def tokenize(
         self, text: Conversation, *, add_special_tokens: bool | None = None

@@ -105,6 +105,15 @@ class Delta:
         return "" if self.choice is None else self.choice.text
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filling:
+    """What stands between a prefix and a suffix."""
+
+    id: str
+    text: str
+    usage: Any
+
+
 def text_fields(
     prompt: str | Sequence[int], params: SamplingParams | None, options: CallOptions | None
 ) -> Fields:
@@ -125,6 +134,17 @@ def chat_fields(
     if options.template:
         fields["chat"] = {"chat_template_kwargs": dict(options.template)}
     return fields
+
+
+def infill_fields(
+    texts: tuple[str, str], params: SamplingParams | None, options: CallOptions | None
+) -> Fields:
+    """Fields of a request for what stands between two texts: `max_tokens` of `params`, 16 without
+    them, is the length of the gap."""
+    chosen = params or SamplingParams()
+    sampling = _options(chosen, options or CallOptions())
+    gap = sampling["sampling"].pop("max_tokens")
+    return {"prefix": texts[0], "suffix": texts[1], "gap_tokens": gap, "options": sampling}
 
 
 def tokenize_fields(text: Conversation, add_special_tokens: bool | None) -> Fields:
@@ -161,6 +181,11 @@ def to_completion(answer: Any) -> Completion:
         usage=answer.usage,
         timings=answer.timings,
     )
+
+
+def to_filling(answer: Any) -> Filling:
+    """An Infill response as a Filling."""
+    return Filling(id=answer.id, text=answer.text, usage=answer.usage)
 
 
 def to_delta(message: Any) -> Delta:

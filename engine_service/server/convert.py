@@ -38,7 +38,6 @@ _UNSERVED = (
     ("fairness_key", "fair sharing between tenants"),
     ("kv_transfer", "KV transfer between engines"),
     ("media", "media inputs"),
-    ("pinned", "pinned tokens (infilling)"),
     ("sampling.allowed_token_ids", "a list of allowed tokens"),
     ("sampling.bad_words", "bad words"),
 )
@@ -88,6 +87,7 @@ def to_submit(
         arrival_ns=now,
         deadline_ns=now + min(limits) if limits else None,
         emit_canvas=spec.emit_canvas,
+        pinned=tuple((one.position, one.token_id) for one in spec.pinned),
     )
 
 

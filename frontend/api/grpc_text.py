@@ -17,6 +17,7 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from frontend.api import grpc_text_convert as convert
+from frontend.api.grpc_text_infill import to_infill_request
 from frontend.api.openai_response import canvas_text
 from frontend.choice import PromptScores, TextDelta
 from frontend.desk import FrontDesk
@@ -114,9 +115,14 @@ class TextServicer:
         """A model's card, or NOT_FOUND."""
         return pb.GetModelResponse(model=convert.model_card(self._desk.model_for(request.id)))
 
-    async def Infill(self, request: Any, context: Any) -> NoReturn:
-        """Not served yet."""
-        raise _unserved("Infill")
+    async def Infill(self, request: Any, context: Any) -> Any:
+        """The text of a gap between two others, in one message."""
+        with self._ingress("Infill", context) as (ingress, metadata):
+            wanted = to_infill_request(request, metadata)
+            async with self._desk.generation(wanted, ingress) as generation:
+                (result,) = await generation.collect()
+        usage = _totals(generation, context)["usage"]
+        return pb.InfillResponse(id=f"infill-{ingress.request_id}", text=result.text, usage=usage)
 
     async def Embed(self, request: Any, context: Any) -> NoReturn:
         """Not served yet."""

@@ -29,10 +29,9 @@ def to_text_request(
     metadata: Metadata,
 ) -> TextRequest:
     """The request behind Generate and GenerateStream."""
-    if request.suffix:
-        raise Unsupported("suffix (infilling) is not served by this build", param="suffix")
     options = to_options(request.options, metadata, echo=request.echo)
-    return TextRequest(prompts=(_prompt(request.prompt),), options=options)
+    prompts = (_prompt(request.prompt),)
+    return TextRequest(prompts=prompts, options=options, suffix=request.suffix)
 
 
 def to_chat_request(

@@ -37,7 +37,6 @@ NOT_SERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "ebnf": (),
         "grammar": (),
         "stop_regex": (),
-        "suffix": ("",),
         "use_beam_search": (False,),
         "length_penalty": (1.0,),
         "early_stopping": (False,),
@@ -124,7 +123,11 @@ OF_COMPLETIONS: Mapping[str, str] = MappingProxyType(
 """What only chats take, and what to use instead."""
 
 OF_CHATS: Mapping[str, str] = MappingProxyType(
-    {"echo": "prompt_logprobs, or /v1/completions", "prompt": "/v1/completions"}
+    {
+        "echo": "prompt_logprobs, or /v1/completions",
+        "prompt": "/v1/completions",
+        "suffix": "/v1/completions",
+    }
 )
 """What only completions take, and what to use instead."""
 

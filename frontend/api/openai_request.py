@@ -44,7 +44,7 @@ def parse(body: bytes, kind: type[Parsed]) -> Parsed:
 def to_completion(body: CompletionBody) -> TextRequest:
     """The request behind POST /v1/completions."""
     options = _options(body, logprobs=body.logprobs, echo=bool(body.echo))
-    return TextRequest(prompts=_prompts(body.prompt), options=options)
+    return TextRequest(prompts=_prompts(body.prompt), options=options, suffix=body.suffix or "")
 
 
 def to_chat(body: ChatBody) -> TextRequest:

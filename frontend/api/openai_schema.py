@@ -102,6 +102,10 @@ class CompletionBody(GenerationBody):
 
     prompt: Any
     """str, [str], [int] or [[int]]."""
+    suffix: str | None = None
+    """Text behind the completion, which then is exactly max_tokens long (infilling): no stop token
+    ends it. Needs a diffusion model. Block diffusion sees of a suffix what lies in the block that
+    it fills."""
     logprobs: StrictInt | None = None
     echo: StrictBool | None = None
     """Put the prompt in front; with logprobs its tokens are scored, and max_tokens 0 only scores.

@@ -51,7 +51,8 @@ HTTP: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "stop of a wrong type": ({"stop": 5}, 400, "stop", "valid string.*got 5"),
     "logprobs 99": ({"logprobs": 99}, 400, "logprobs", r"logprobs is 99; it must lie in 0\.\.20"),
     "logit_bias": ({"logit_bias": {"999": 1}}, 400, "logit_bias", "token id 999;.* in"),
-    "unserved": ({"suffix": "b"}, 400, "suffix", "suffix is not served.*leave it out"),
+    "unserved": ({"best_of": 3}, 400, "best_of", "best_of is 3 and n is 1.*leave it out"),
+    "no gaps": ({"suffix": "b"}, 400, "suffix", "needs a diffusion model.*leave it out"),
     "other method's knob": ({"threshold": 0.5}, 400, "decoding.params.threshold", "'threshold'"),
 }  # fmt: skip
 
@@ -91,7 +92,7 @@ TEXT: dict[str, tuple[dict[str, Any], grpc.StatusCode, str, str]] = {
     "max_tokens 0": (sampling(max_tokens=0), INVALID, "max_tokens", "is 0;.*set echo to true"),
     "unknown model": (options(model="gpt-9"), NOT_FOUND, "model", "'gpt-9'.*serves 'demo'"),
     "unknown knob": (options(decoding=KNOB), INVALID, "decoding.params.bogus", "'bogus' of autor"),
-    "unserved": ({"suffix": "b"}, grpc.StatusCode.UNIMPLEMENTED, "suffix", "suffix.*not served"),
+    "no gaps": ({"suffix": "b"}, grpc.StatusCode.UNIMPLEMENTED, "suffix", "a diffusion model.*out"),
 }  # fmt: skip
 
 # What no typed client can send. name: (bytes, words)

@@ -50,7 +50,7 @@ def run(command: list[str], text: str, addresses: dict[str, str]) -> str:
 
 def test_the_blocks_are_found() -> None:
     assert len(PYTHON) == 3
-    assert len(SHELL) == 3
+    assert len(SHELL) == 4
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,12 @@ def test_programs(number: int, answer: str, addresses: dict[str, dict[str, str]]
 
 @pytest.mark.parametrize(
     ("number", "model", "answer"),
-    [(0, "demo", "ruobrah"), (1, "demo", "37 38 39 40 41"), (2, "demo-block", "tide tide tide")],
+    [
+        (0, "demo", "ruobrah"),
+        (1, "demo", "37 38 39 40 41"),
+        (2, "demo-block", "tide tide tide"),
+        (3, "demo-block", " 37 38 39 40"),
+    ],
 )
 def test_commands(
     number: int, model: str, answer: str, addresses: dict[str, dict[str, str]]
@@ -74,7 +79,7 @@ def test_commands(
         port = addresses[model]["127.0.0.1:50051"]
         text = text.rstrip() + f" --server {port}"
     out = run(["bash", "-c"], text, addresses[model])
-    streamed = "".join(re.findall(r'"text": "(.*?)"', out))
+    streamed = "".join(re.findall(r'"text": ?"(.*?)"', out))
     assert answer in (streamed or out)
 
 

@@ -1,7 +1,8 @@
 """A small engine for frontend tests: real grpc.aio, tokens that can be computed by hand.
 
 It echoes the prompt's ids, again and again, `tokens_per_step` at a time; an end-of-sequence id in
-the echo ends the sequence. Everything it was asked is kept for the test to look at.
+the echo ends the sequence, and pinned tokens stand where they were pinned. Everything it was asked
+is kept for the test to look at.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import grpc
 
-from tidemill.runtime.errors import InvalidRequest, ServiceError, Unavailable
+from tidemill.runtime.errors import InvalidRequest, ServiceError, Unavailable, Unsupported
 from tidemill.runtime.rpc import abort, server_options
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc as rpc
@@ -158,6 +159,8 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
             error = InvalidRequest(f"temperature is {given.temperature}", param="temperature")
         if error is None and given.HasField("top_p") and not 0 < given.top_p <= 1:
             error = InvalidRequest(f"top_p is {given.top_p}", param="top_p")
+        if error is None and spec.pinned and spec.decoding.method == "autoregressive":
+            error = Unsupported("'autoregressive' does not support pinned", param="pinned")
         if error is None and "bogus" in spec.decoding.params:
             error = InvalidRequest("unknown knob 'bogus'", param="decoding.params.bogus")
         if error is not None:
@@ -223,8 +226,10 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
         limit = min(spec.sampling.max_tokens or room, room)
         stops = {*spec.stop.token_ids, *(() if spec.stop.ignore_eos else self.eos)}
         ids = []
+        pinned = {one.position: one.token_id for one in spec.pinned}
         for _ in range(self.tokens_per_step):
             token = row.prompt[row.num_out % len(row.prompt)]
+            token = pinned.get(len(row.prompt) + row.num_out, token)
             ids.append(token)
             row.num_out += 1
             if token in stops:

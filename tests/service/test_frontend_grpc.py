@@ -181,7 +181,7 @@ async def test_every_rpc_is_answered_and_unserved_ones_are_named(served: Stack) 
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await (call.read() if method.server_streaming else call)
             code = caught.value.code()
-            if method.name in ("Infill", "Embed", "Score", "Rerank"):
+            if method.name in ("Embed", "Score", "Rerank"):
                 assert code is grpc.StatusCode.UNIMPLEMENTED
                 assert method.name in caught.value.details()
                 assert not hasattr(AsyncClient, method.name.lower())
