@@ -25,6 +25,7 @@ from tidemill.runtime import log
 from tidemill.runtime.errors import InvalidRequest, ServiceError
 
 if TYPE_CHECKING:
+    from engine_service.core.admission import Admission
     from engine_service.core.scheduler import Scheduler
     from engine_service.worker.checkpoint import Checkpoint, Report
 
@@ -54,35 +55,14 @@ def compose(config: EngineConfig, report: Report) -> Engine:
     Imports torch, which takes seconds: therefore not at the top. Raises ServiceErrors that say
     what to change.
     """
-    from engine_service.core.admission import Admission, Capacity
     from engine_service.core.pages import PageManager
     from engine_service.core.params import SchedulerLimits
     from engine_service.core.scheduler import Scheduler
 
     parts = _simulate(config, report) if config.executor == "simulated" else _load(config, report)
-    facts, resolved, strategies = parts.facts, parts.resolved, parts.strategies
-    admission = Admission(
-        model=ModelFacts(
-            vocab_size=facts.vocab_size,
-            max_model_len=facts.max_model_len,
-            eos_token_ids=facts.eos_token_ids,
-            max_logprobs=facts.max_logprobs,
-            weight_version=facts.weight_version,
-        ),
-        capacity=Capacity(
-            num_pages=facts.num_pages,
-            page_size=facts.page_size,
-            token_budget=resolved.token_budget,
-            logit_budget=resolved.logit_budget,
-        ),
-        strategies=strategies,
-        default_method=facts.default_method,
-        default_params=config.default_params,
-        defaults=facts.default_sampling,
-        seed=config.seed,
-    )
+    facts, resolved = parts.facts, parts.resolved
     scheduler = Scheduler(
-        admission=admission,
+        admission=_make_admission(config, parts),
         pages=PageManager(
             facts.num_pages,
             facts.page_size,
@@ -108,6 +88,33 @@ class _Parts:
     facts: EngineFacts
     resolved: Any
     strategies: dict[str, DecodeStrategy]
+
+
+def _make_admission(config: EngineConfig, parts: _Parts) -> Admission:
+    from engine_service.core.admission import Admission, Capacity
+
+    facts, resolved = parts.facts, parts.resolved
+    return Admission(
+        model=ModelFacts(
+            vocab_size=facts.vocab_size,
+            max_model_len=facts.max_model_len,
+            eos_token_ids=facts.eos_token_ids,
+            max_logprobs=facts.max_logprobs,
+            weight_version=facts.weight_version,
+        ),
+        capacity=Capacity(
+            num_pages=facts.num_pages,
+            page_size=facts.page_size,
+            token_budget=resolved.token_budget,
+            logit_budget=resolved.logit_budget,
+            span_logits=resolved.logit_chunk,
+        ),
+        strategies=parts.strategies,
+        default_method=facts.default_method,
+        default_params=config.default_params,
+        defaults=facts.default_sampling,
+        seed=config.seed,
+    )
 
 
 def _load(config: EngineConfig, report: Report) -> _Parts:
@@ -173,8 +180,14 @@ def _make_strategies(traits: Any) -> list[DecodeStrategy]:
     from engine_service import decoding
 
     kinds: dict[str, Any] = decoding.strategies()
-    block, mask = traits.mask_block, traits.mask_token_id
-    return [kinds[name].for_model(mask_block=block, mask_token_id=mask) for name in traits.methods]
+    return [
+        kinds[name].for_model(
+            mask_block=traits.mask_block,
+            mask_token_id=traits.mask_token_id,
+            logits_shift=traits.logits_shift,
+        )
+        for name in traits.methods
+    ]
 
 
 def _facts(

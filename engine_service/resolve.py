@@ -10,9 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from engine_service.config import EngineConfig
+from engine_service.core.step import FULL, granularity
 from engine_service.models.base import ModelTraits
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
+_CANVAS_BLOCK = 32
+"""Positions that a row of a full-canvas model decides on at once, unless a request says more."""
 _LOGIT_CHUNK_BYTES = 256 << 20
 """float32 logits that exist at once; sampling needs about eight times as much beside them."""
 
@@ -61,7 +64,8 @@ def resolve(config: EngineConfig, traits: ModelTraits, device: torch.device) -> 
         )
     defaults = _CUDA if device.type == "cuda" else _CPU
     reasons: list[str] = []
-    block = traits.mask_block
+    block = granularity(traits.mask_block)
+    sees_all = traits.mask_block >= FULL
     page_size = _page_size(config.page_size, defaults.page_size, block, device, reasons)
     max_model_len = _max_model_len(config.max_model_len, traits, reasons)
     max_rows = config.max_rows
@@ -71,12 +75,17 @@ def resolve(config: EngineConfig, traits: ModelTraits, device: torch.device) -> 
     _require_at_least("max_rows", max_rows, 1, "one request")
     token_budget = config.token_budget
     if token_budget is None:
-        token_budget = max(defaults.token_budget, max_rows * block)
-        reasons.append(f"token_budget {token_budget}: one block of {block} per row, or more")
+        token_budget = max(defaults.token_budget, max_model_len if sees_all else max_rows * block)
+        reasons.append(
+            f"token_budget {token_budget}: a whole canvas in one step"
+            if sees_all
+            else f"token_budget {token_budget}: one block of {block} per row, or more"
+        )
     logit_budget = config.logit_budget
     if logit_budget is None:
-        logit_budget = max_rows * block
-        reasons.append(f"logit_budget {logit_budget}: {max_rows} rows x {block} positions")
+        decided = _CANVAS_BLOCK if sees_all else block
+        logit_budget = max_rows * decided
+        reasons.append(f"logit_budget {logit_budget}: {max_rows} rows x {decided} positions")
     _require_at_least("token_budget", token_budget, block, "one block of the model")
     _require_at_least("logit_budget", logit_budget, block, "one block of the model")
     unit = max(page_size, block)

@@ -26,8 +26,10 @@ class _Row(NamedTuple):
     prompt: list[int]
     logprobs: int | None
     prompt_logprobs: int | None
+    given: dict[int, int]
+    """Tokens by position that are final already: pinned ones."""
     is_plain: bool
-    """Nobody asks for log-probabilities."""
+    """Nobody asks for log-probabilities, and nothing is given."""
 
 
 class Flight(NamedTuple):
@@ -76,13 +78,16 @@ class SimulatedExecutor:
         return token
 
     def _decide(self, span: Span) -> Decision | None:
-        number, _, _, _, _, first, last, score_start, score_stop = span
+        number, _, _, _, _, first, last, score_start, score_stop, _ = span
         row = self._rows[number]
         if last - first == 1 and row.is_plain:
             return Decision([self.token(row.seed, first)], self._one_final)
         if first == last and score_start == score_stop:
             return None
-        tokens = [self.token(row.seed, position) for position in range(first, last)]
+        tokens = [
+            row.given[position] if position in row.given else self.token(row.seed, position)
+            for position in range(first, last)
+        ]
         logprobs: list[TokenLogprobs | None] | None = None
         if row.logprobs is not None:
             logprobs = [self._entry(token, row.logprobs) for token in tokens]
@@ -103,10 +108,14 @@ def _row(new: NewRow) -> _Row:
     prompt = new.token_ids[: new.prompt_len]
     packed = b"".join([token.to_bytes(4, "little") for token in prompt])
     sampling = new.sampling
+    tail = zip(new.canvas.token_ids, new.canvas.fixed, strict=True)
+    given = {at: token for at, (token, fixed) in enumerate(tail, len(new.token_ids)) if fixed}
+    given |= dict(new.pinned)
     return _Row(
         seed=first_token_seed(packed, sampling.choice),
         prompt=prompt if sampling.prompt_logprobs is not None else [],
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
-        is_plain=sampling.logprobs is None and sampling.prompt_logprobs is None,
+        given=given,
+        is_plain=sampling.logprobs is None and sampling.prompt_logprobs is None and not given,
     )

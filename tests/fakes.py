@@ -15,7 +15,14 @@ from typing import Any
 import torch
 
 from engine_service.core.params import MAX_LISTED_IDS
-from engine_service.core.step import Decision, NewRow, Span, StepPlan, TokenLogprobs
+from engine_service.core.step import (
+    Decision,
+    NewRow,
+    Span,
+    StepPlan,
+    TokenLogprobs,
+    granularity,
+)
 from engine_service.core.strategy import DecodeStrategy, ExecutorLimits
 from engine_service.sampling.batch import DecideBatch, DecideResult, Wants
 from engine_service.sampling.logprobs import score_tokens
@@ -71,10 +78,12 @@ class ToyModel:
         horizon = ((positions // span.mask_block + 1) * span.mask_block).clamp(max=span.kv_len)
         visible = torch.arange(span.kv_len)[None] < horizon[:, None]
         x = self.embedding[token_ids] + self._position_code(positions)
-        own = slots[span.start : span.stop]
+        stored = positions >= span.store_from
+        own = slots[span.start : span.stop][stored]
         for index, layer in enumerate(self.layers):
             n = self._normalize(x)
-            cache[index, 0, own], cache[index, 1, own] = n @ layer["k"].T, n @ layer["v"].T
+            for part, name in enumerate("kv"):
+                cache[index, part, own] = (n @ layer[name].T)[stored]
             k, v = self._split(cache[index, 0, slots]), self._split(cache[index, 1, slots])
             scores = self._split(n @ layer["q"].T) @ k.transpose(1, 2)
             scores = scores / math.sqrt(self.width / self.heads)
@@ -160,6 +169,8 @@ class ToyTables:
         tables.fixed[row] = False
         tables.fixed[row, :num_committed] = True
         tables.fixed[row, num_committed : len(tokens)] = torch.tensor(new.canvas.fixed).bool()
+        for position, token in new.pinned:
+            tables.tokens[row, position], tables.fixed[row, position] = token, True
         tables.prompt_lens[row] = new.prompt_len
         tables.seeds[row] = request_seed(asked.seed, asked.choice)
         for name in ("top_k", "min_tokens", *REAL):
@@ -185,7 +196,8 @@ class ToyExecutor:
 
     def __post_init__(self) -> None:
         num_pages, page_size, max_rows, max_model_len = self.limits
-        unit = math.lcm(page_size, *(s.mask_block for s in self.strategies.values()))
+        blocks = [granularity(s.mask_block) for s in self.strategies.values()]
+        unit = math.lcm(page_size, *blocks)
         width = -(-max_model_len // unit) * unit
         self.tables = ToyTables(max_rows, width, self.mask_token_id)
         self.cache = self.model.new_cache(num_pages * page_size)

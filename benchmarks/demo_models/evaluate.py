@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.demo_models.corpus import BLOCK_SIZE, prose
-from benchmarks.demo_models.model import DemoLM, block_bias
+from benchmarks.demo_models.model import DemoLM, bias_of, block_bias
 from benchmarks.demo_models.objectives import cross_entropy
 from benchmarks.demo_models.vocabulary import EOS, MASK, decode, encode, encode_chat
 from tidemill.bench import tasks
@@ -124,6 +124,37 @@ def decode_blocks(model: DemoLM, prompts: list[list[int]], threshold: float) -> 
         ended |= (fixed.cumprod(1).bool() & is_end).any(1)
         start = torch.where(fixed.all(1) & ~ended, start + BLOCK_SIZE, start)
         ended |= start >= (lengths + MAX_NEW_TOKENS).clamp(max=ids.shape[1] - BLOCK_SIZE)
+    return cut(ids, lengths, forwards)
+
+
+@torch.inference_mode()
+def decode_canvas(
+    model: DemoLM, prompts: list[list[int]], threshold: float, block: int = 32
+) -> list[Reply]:
+    """Full-canvas diffusion, block by block of an answer of MAX_NEW_TOKENS, with early exit."""
+    ids, lengths = padded(prompts, model.model.norm.weight.device)
+    rows = torch.arange(len(ids), device=ids.device)[:, None]
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    ends = (lengths + MAX_NEW_TOKENS)[:, None]
+    bias = bias_of((positions < ends)[:, None], dtype=model.model.norm.weight.dtype)
+    hidden_mask = (positions >= lengths[:, None]) & (positions < ends)
+    start = lengths[:, None].clone()
+    ended = torch.zeros_like(start, dtype=torch.bool)
+    forwards = torch.zeros_like(lengths)
+    while not ended.all():
+        inside = (start + torch.arange(block, device=ids.device)).clamp(max=ids.shape[1] - 1)
+        still = hidden_mask[rows, inside] & (inside < start + block) & ~ended
+        states = model.hidden_states(ids, positions, bias)[rows, inside]
+        token, take = reveal(model.logits(states), still, threshold)
+        ids[rows, inside] = torch.where(take, token, ids[rows, inside])
+        hidden_mask[rows, inside] = hidden_mask[rows, inside] & ~take
+        forwards += ~ended[:, 0]
+        open_before = (hidden_mask & (positions >= lengths[:, None])).cumsum(1) > 0
+        is_end = (ids == EOS) & (positions >= lengths[:, None]) & (positions < ends)
+        ended |= (is_end & ~open_before).any(1, keepdim=True)
+        finished = ~hidden_mask[rows, inside].any(1, keepdim=True)
+        start = torch.where(finished & ~ended, start + block, start)
+        ended |= start >= ends
     return cut(ids, lengths, forwards)
 
 

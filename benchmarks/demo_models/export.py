@@ -1,6 +1,7 @@
 """Writes a trained model as an ordinary Hugging Face folder; knows nothing about training."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -63,6 +64,55 @@ def block_config(shape: Shape) -> dict[str, object]:
     }
 
 
+def canvas_config(shape: Shape) -> dict[str, object]:
+    """LLaDA's own keys."""
+    return {
+        "architectures": ["LLaDAModelLM"],
+        "model_type": "llada",
+        "activation_type": "silu",
+        "block_type": "llama",
+        "d_model": shape.hidden_size,
+        "dtype": "bfloat16",
+        "embedding_size": shape.vocab_size,
+        "eos_token_id": EOS,
+        "include_bias": False,
+        "layer_norm_type": "rms",
+        "mask_token_id": MASK,
+        "max_sequence_length": shape.max_positions,
+        "mlp_hidden_size": shape.intermediate_size,
+        "n_heads": shape.num_heads,
+        "n_kv_heads": shape.num_kv_heads,
+        "n_layers": shape.num_layers,
+        "pad_token_id": PAD,
+        "rms_norm_eps": shape.rms_eps,
+        "rope": True,
+        "rope_theta": shape.rope_theta,
+        "vocab_size": shape.vocab_size,
+        "weight_tying": True,
+    }
+
+
+_LLADA_NAMES = {
+    "model.embed_tokens.": "model.transformer.wte.",
+    "model.norm.": "model.transformer.ln_f.",
+    "model.layers.": "model.transformer.blocks.",
+    ".input_layernorm.": ".attn_norm.",
+    ".self_attn.o_proj.": ".attn_out.",
+    ".self_attn.": ".",
+    ".post_attention_layernorm.": ".ff_norm.",
+    ".mlp.gate_proj.": ".ff_proj.",
+    ".mlp.down_proj.": ".ff_out.",
+    ".mlp.": ".",
+}
+
+
+def llada_name(name: str) -> str:
+    """A tensor's name in a LLaDA checkpoint."""
+    for ours, theirs in _LLADA_NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
 def rounded_weights(model: DemoLM) -> dict[str, torch.Tensor]:
     """The weights as they are shipped; the tied output head is not stored twice."""
     return {
@@ -80,12 +130,22 @@ def check_tokenizer(folder: Path) -> None:
         raise ValueError(f"{folder}: the tokenizer file does not map bytes to ids 0 to 255")
 
 
-def write_folder(folder: Path, model: DemoLM, config: dict[str, object]) -> None:
-    """Replaces `folder`. Raises ValueError if the weights are too large to package."""
+def write_folder(
+    folder: Path,
+    model: DemoLM,
+    config: dict[str, object],
+    *,
+    rename: Callable[[str], str] = str,
+) -> None:
+    """Replaces `folder`; `rename` gives the checkpoint's name of a tensor.
+
+    Raises ValueError if the weights are too large to package.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     weights = folder / "model.safetensors"
-    save_file(rounded_weights(model), weights, metadata={"format": "pt"})
+    named = {rename(name): tensor for name, tensor in rounded_weights(model).items()}
+    save_file(named, weights, metadata={"format": "pt"})
     weights.chmod(0o644)
     write_json(folder / "config.json", config)
     write_json(

@@ -1,6 +1,6 @@
-"""Qwen3's decoder in plain PyTorch, small enough to train in minutes.
+"""Qwen3's decoder in plain PyTorch, small enough to train in minutes; LLaDA's without head norms.
 
-Module names are those of the published checkpoints, so that `state_dict()` is the file to export.
+Module names are those of Qwen3's checkpoints, so that `state_dict()` is the file to export.
 SDAR (Cheng et al. 2025, arXiv 2510.06303) keeps these weights and changes only the attention mask,
 which is why `hidden_states` takes the mask from outside and knows nothing about diffusion.
 """
@@ -29,6 +29,7 @@ class Shape:
     head_dim: int = 32
     rope_theta: float = 10000.0
     rms_eps: float = 1e-6
+    qk_norm: bool = True
     max_positions: int = 2048
 
 
@@ -53,7 +54,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with normalised queries and keys."""
+    """Grouped-query attention, queries and keys normalised if the shape says so."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -63,14 +64,17 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
         self.v_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
-        self.q_norm = RMSNorm(shape.head_dim, shape.rms_eps)
-        self.k_norm = RMSNorm(shape.head_dim, shape.rms_eps)
+        if shape.qk_norm:
+            self.q_norm = RMSNorm(shape.head_dim, shape.rms_eps)
+            self.k_norm = RMSNorm(shape.head_dim, shape.rms_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None) -> Tensor:
         rows, time, _ = x.shape
         heads = (rows, time, -1, self.shape.head_dim)
-        q = rotate(self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2), cos, sin)
-        k = rotate(self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2), cos, sin)
+        q, k = self.q_proj(x).view(heads), self.k_proj(x).view(heads)
+        if self.shape.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q.transpose(1, 2), cos, sin), rotate(k.transpose(1, 2), cos, sin)
         v = self.v_proj(x).view(heads).transpose(1, 2)
         # Repeated by hand: with `enable_gqa` a dense bias falls back to the slow kernel.
         group = self.shape.num_heads // self.shape.num_kv_heads
@@ -135,7 +139,7 @@ class DemoLM(nn.Module):
         """Final hidden states [rows, time, hidden].
 
         `token_ids` and `positions` are [rows, time]; `bias` is added to the attention scores,
-        [rows or 1, 1, time, time], and None means causal.
+        [rows or 1, 1, time or 1, time], and None means causal.
         """
         x = self.model.embed_tokens(token_ids)
         cos, sin = self._angles(positions, x.dtype)
@@ -159,6 +163,12 @@ class DemoLM(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+def bias_of(seen: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """0 where `seen` (bool), minus infinity elsewhere; an axis for heads follows the rows."""
+    bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return bias.masked_fill_(~seen, float("-inf"))[:, None]
+
+
 def block_bias(block: Tensor, view: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Attention bias of block diffusion's training forward, [rows, 1, time, time].
 
@@ -175,6 +185,4 @@ def block_bias(block: Tensor, view: Tensor, *, dtype: torch.dtype = torch.bfloat
         torch.where(clean_query, key <= query, key < query),
         same_view & (key == query),
     )
-    return torch.zeros(seen.shape, dtype=dtype, device=block.device).masked_fill_(
-        ~seen, float("-inf")
-    )[:, None]
+    return bias_of(seen, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Trains the two packaged models, measures them, and writes their folders and a result file.
+"""Trains the packaged models, measures them, and writes their folders and a result file.
 
     python -m benchmarks.demo_models.train
 
@@ -9,6 +9,7 @@ import argparse
 import datetime
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from benchmarks.demo_models.objectives import (
     Batch,
     autoregressive_loss,
     block_diffusion_loss,
+    canvas_loss,
 )
 from benchmarks.demo_models.trainer import Recipe, Trainer, on_device
 from tidemill.bench import tasks
@@ -30,7 +32,7 @@ DEFAULT_THRESHOLD = 0.9
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train the two packaged models.")
+    parser = argparse.ArgumentParser(description="Train the packaged models.")
     parser.add_argument("--out", type=Path, default=ROOT / "tidemill" / "builtin")
     parser.add_argument("--results", type=Path, help="JSON file; default benchmarks/results/..")
     parser.add_argument("--seed", type=int, default=1)
@@ -38,6 +40,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--long-pool", type=int, default=100_000, help="distinct long rows")
     parser.add_argument("--ar-steps", type=int, default=6_500)
     parser.add_argument("--block-steps", type=int, default=8_000)
+    parser.add_argument("--canvas-steps", type=int, default=10_000)
+    parser.add_argument("--only", choices=("demo-canvas",), help="train this one alone")
     parser.add_argument("--items", type=int, default=2_800, help="held-out items to measure with")
     return parser.parse_args()
 
@@ -60,13 +64,15 @@ def measure_autoregressive(model: DemoLM, items: list[tasks.Item]) -> Result:
     }
 
 
-def measure_blocks(model: DemoLM, items: list[tasks.Item]) -> Result:
+def measure_diffusion(
+    model: DemoLM, decoder: Callable[..., list[evaluate.Reply]], items: list[tasks.Item]
+) -> Result:
     result: Result = {}
     for threshold in THRESHOLDS:
-        decode = functools.partial(evaluate.decode_blocks, threshold=threshold)
+        decode = functools.partial(decoder, threshold=threshold)
         name = "chat" if threshold == DEFAULT_THRESHOLD else f"chat, threshold {threshold}"
         result[name] = evaluate.measure(model, items, decode, to_prompt=evaluate.chat_prompt)
-    decode = functools.partial(evaluate.decode_blocks, threshold=DEFAULT_THRESHOLD)
+    decode = functools.partial(decoder, threshold=DEFAULT_THRESHOLD)
     result["completion"] = evaluate.measure(
         model, items, decode, to_prompt=evaluate.completion_prompt
     )
@@ -116,9 +122,25 @@ def train_blocks(
     recipe = Recipe(steps=args.block_steps, short_rows=160, long_rows=32)
     seconds = Trainer(model, block_diffusion_loss, recipe, short=short, long=long).run("demo-block")
     export.write_folder(args.out / "demo-block", model, export.block_config(model.shape))
-    result = measure_blocks(rounded(model), tasks.held_out(args.items))
+    result = measure_diffusion(rounded(model), evaluate.decode_blocks, tasks.held_out(args.items))
     print_table("demo-block", result)
     return summary(model, recipe, seconds, result)
+
+
+def train_canvas(args: argparse.Namespace, *, short: Batch, long: Batch) -> dict[str, object]:
+    """From random weights: LLaDA's decoder has no head norms, so it cannot start from `demo`."""
+    shape = Shape(num_heads=6, num_kv_heads=6, qk_norm=False)
+    model = DemoLM(shape).to(short.window.device)
+    if short.window.is_cuda:
+        model.compile_layers()
+    recipe = Recipe(steps=args.canvas_steps, short_rows=256, long_rows=32)
+    seconds = Trainer(model, canvas_loss, recipe, short=short, long=long).run("demo-canvas")
+    config = export.canvas_config(shape)
+    export.write_folder(args.out / "demo-canvas", model, config, rename=export.llada_name)
+    items = tasks.held_out(args.items)
+    result = measure_diffusion(rounded(model), evaluate.decode_canvas, items)
+    print_table("demo-canvas", result)
+    return {**summary(model, recipe, seconds, result), "shape": asdict(shape)}
 
 
 def main() -> None:
@@ -139,9 +161,11 @@ def main() -> None:
         "torch": torch.__version__,
         "shape": asdict(model.shape),
         "threshold": DEFAULT_THRESHOLD,
-        "demo": train_autoregressive(args, model, short=short, long=long),
-        "demo-block": train_blocks(args, model, short=short, long=long),
     }
+    if args.only is None:
+        results["demo"] = train_autoregressive(args, model, short=short, long=long)
+        results["demo-block"] = train_blocks(args, model, short=short, long=long)
+    results["demo-canvas"] = train_canvas(args, short=short, long=long)
     path = args.results or ROOT / "benchmarks" / "results" / f"demo_models_{today}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=2) + "\n", "utf-8")

@@ -23,6 +23,7 @@ from engine_service.core.params import (
     ResolvedSampling,
     SamplingParams,
 )
+from engine_service.core.pinning import Pinned, output_through, read_pinned
 from engine_service.core.strategy import DecodeStrategy, ModelFacts
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
@@ -37,6 +38,8 @@ class Capacity:
     page_size: int
     token_budget: int
     logit_budget: int
+    span_logits: int
+    """Positions that one span may decide on: the logits of a span are never split."""
 
 
 class Admitted(NamedTuple):
@@ -46,6 +49,7 @@ class Admitted(NamedTuple):
     strategy: DecodeStrategy
     params: Any
     sampling: ResolvedSampling
+    pinned: Pinned
 
 
 class Admission:
@@ -85,9 +89,15 @@ class Admission:
         _check_supported(strategy, submit)
         asked = _with_defaults(submit.sampling, self._defaults, strategy)
         self._check_values(asked)
-        max_tokens = self._check_length(len(token_ids), asked, strategy)
-        sampling = self._resolve(asked, max_tokens, submit.choice)
-        return Admitted(token_ids, strategy, params, sampling)
+        max_tokens = self._check_length(len(token_ids), asked, strategy, params)
+        prompt_len, vocab_size = len(token_ids), self._model.vocab_size
+        pinned = read_pinned(
+            submit.pinned, prompt_len=prompt_len, max_tokens=max_tokens, vocab_size=vocab_size
+        )
+        # No stop token before the last pinned one: a request cannot end inside of what it is given.
+        least = max(asked.min_tokens or 0, output_through(pinned, prompt_len))
+        sampling = self._resolve(replace(asked, min_tokens=least), max_tokens, submit.choice)
+        return Admitted(token_ids, strategy, params, sampling, pinned)
 
     def _read_prompt(self, prompt: bytes) -> list[int]:
         if not prompt:
@@ -116,9 +126,8 @@ class Admission:
                 reason="UNKNOWN_METHOD",
                 param="decoding.method",
             )
-        is_default = method == self._default_method
-        knobs = {**(self._default_params if is_default else {}), **choice.params}
-        return strategy, strategy.parse(knobs)
+        defaults = self._default_params if method == self._default_method else {}
+        return strategy, strategy.parse(strategy.with_defaults(defaults, choice.params))
 
     def _check_values(self, asked: SamplingParams) -> None:
         for name in ("temperature", "top_p", "min_p", *PENALTIES):
@@ -156,24 +165,33 @@ class Admission:
             check_token_ids("stop_token_sequences", sequence, vocab_size)
 
     def _check_length(
-        self, prompt_len: int, asked: SamplingParams, strategy: DecodeStrategy
+        self, prompt_len: int, asked: SamplingParams, strategy: DecodeStrategy, params: Any
     ) -> int:
         """The output length to allow; raises when prompt and output can never fit."""
         limit, capacity = self._model.max_model_len, self._capacity
         if prompt_len + (asked.max_tokens or 1) > limit:
             raise _context_exceeded(prompt_len, asked.max_tokens, limit)
-        if strategy.min_tokens_per_step > capacity.token_budget:
-            raise _too_small("--token-budget", capacity.token_budget, strategy.min_tokens_per_step)
-        if strategy.max_decide > capacity.logit_budget:
-            raise _too_small("--logit-budget", capacity.logit_budget, strategy.max_decide)
-        block = strategy.mask_block
-        room = capacity.num_pages * capacity.page_size // block * block
+        block, slots = strategy.mask_block, capacity.num_pages * capacity.page_size
+        room = slots // block * block or slots
         max_tokens = asked.max_tokens or max(1, min(limit, room) - prompt_len)
-        if asked.max_tokens is None and self._defaults.max_tokens is not None:
-            max_tokens = min(max_tokens, self._defaults.max_tokens)
+        if asked.max_tokens is None:
+            for most in (self._defaults.max_tokens, strategy.default_max_tokens):
+                max_tokens = min(max_tokens, most or max_tokens)
         total = prompt_len + max_tokens
-        if total > room:
-            needed = -(-(-(-total // block) * block) // capacity.page_size)
+        needs = strategy.needs(prompt_len, total, params)
+        if needs.tokens > capacity.token_budget:
+            raise _too_small("--token-budget", capacity.token_budget, needs.tokens)
+        if needs.logits > capacity.logit_budget:
+            raise _too_small("--logit-budget", capacity.logit_budget, needs.logits)
+        if needs.logits > capacity.span_logits:
+            raise InvalidRequest(
+                f"block_length decides on {needs.logits} positions at once, and this engine's "
+                f"buffer for logits holds {capacity.span_logits}; pass a block_length of at most "
+                f"{capacity.span_logits}.",
+                param="decoding.params.block_length",
+            )
+        if needs.positions > slots:
+            needed = -(-needs.positions // capacity.page_size)
             raise InvalidRequest(
                 f"Prompt and max_tokens are {total} tokens and need {needed} KV pages of "
                 f"{capacity.page_size}, but the engine has {capacity.num_pages}; lower max_tokens "
@@ -230,6 +248,7 @@ def _check_supported(strategy: DecodeStrategy, submit: Submit) -> None:
         ("logprobs", "logprobs", asked.logprobs is not None),
         ("prompt_logprobs", "prompt_logprobs", asked.prompt_logprobs is not None),
         ("emit_canvas", "canvas", submit.emit_canvas),
+        ("pinned", "pinned", bool(submit.pinned)),
     ]
     for param, capability, is_wanted in wanted:
         if is_wanted and capability not in strategy.supports:

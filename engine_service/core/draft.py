@@ -34,7 +34,7 @@ class StepDraft:
 
     def add(self, request: Request, span: Span) -> bool:
         """Takes the span's share out of the budget; False, and nothing is done, when it lacks."""
-        _, start, stop, _, _, first, last, _, _ = span
+        _, start, stop, _, _, first, last, _, _, _ = span
         budget = self.budget
         tokens = budget.tokens - stop + start
         logits = budget.logits - last + first

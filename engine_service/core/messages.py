@@ -44,6 +44,8 @@ class Submit:
     arrival_ns: int = 0
     deadline_ns: int | None = None
     emit_canvas: bool = False
+    pinned: tuple[tuple[int, int], ...] = ()
+    """Tokens that are given behind the prompt: (absolute position, token id)."""
 
 
 class Abort(NamedTuple):

@@ -166,12 +166,9 @@ class Planner:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Back to the queue with its canvas; everything that was cached is computed again."""
+        """Back to the queue; everything that was cached is computed again."""
         self._leave_row(request)
-        request.num_cached = 0
-        request.decoding = False
-        request.preemptions += 1
-        request.paused_ns = self._now
+        request.restart(self._now)
         self._waiting.add(request)
 
     def _plan_waiting(self, draft: StepDraft, aged_before: int, now: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from engine_service.core.messages import Finish, FinishReason, Timings, Usage
 from engine_service.core.pages import PageTable
 from engine_service.core.params import ResolvedSampling
+from engine_service.core.pinning import Pinned, num_pinned_before, pin
 from engine_service.core.step import Canvas, Span
 from engine_service.core.strategy import DecodeStrategy, View
 
@@ -53,10 +54,14 @@ class Request:
     """Of `sampling`; here because every token is compared with them."""
     is_plain: bool
     """Its method only appends, and only its tokens are reported."""
+    pinned: Pinned = ()
+    """Tokens behind the prompt that the caller gave."""
     smooth_until: int = 0
     """Committed tokens below which nothing is due but to append: no page, seal or end by length.
     0 while that is not so, or not known."""
     num_cached: int = 0
+    told_len: int = 0
+    """Committed tokens that were told when it was preempted and had to give some of them up."""
     row: int = -1
     decoding: bool = False
     """The span launched last decides something: the next one is short."""
@@ -77,6 +82,18 @@ class Request:
     pauses: tuple[tuple[int, int], ...] = ()
     started_ns: int | None = None
     first_token_ns: int | None = None
+
+    def restart(self, now_ns: int) -> None:
+        """Takes down a preemption, and goes back to where the strategy can start again."""
+        kept_len, canvas = self.strategy.restart(self.view())
+        self.canvas = pin(canvas, kept_len, self.pinned)
+        if kept_len < len(self.committed):
+            self.told_len = max(self.told_len, len(self.committed))
+            del self.committed[kept_len:]
+        self.num_cached = 0
+        self.decoding = False
+        self.preemptions += 1
+        self.paused_ns = now_ns
 
     def resume(self, now_ns: int) -> None:
         """Takes down how long a preempted request waited; nothing for others."""
@@ -118,7 +135,8 @@ class Request:
         """The terminal event, with what the request used."""
         started = now_ns if self.started_ns is None else self.started_ns
         first_token = now_ns if self.first_token_ns is None else self.first_token_ns
-        output_tokens = len(self.committed) - self.prompt_len
+        told_len = max(self.told_len, len(self.committed))
+        output_tokens = told_len - self.prompt_len - num_pinned_before(self.pinned, told_len)
         if ending.output_tokens is not None:
             output_tokens = min(output_tokens, ending.output_tokens)
         usage = Usage(

@@ -17,6 +17,7 @@ from engine_service.core.messages import Abort, FinishReason, Load, StepOutput, 
 from engine_service.core.output import OutputWriter
 from engine_service.core.pages import PageManager
 from engine_service.core.params import ResolvedSampling, SchedulerLimits
+from engine_service.core.pinning import keep_pinned, pin, pinned_from
 from engine_service.core.planner import Planner
 from engine_service.core.request import Ending, Request
 from engine_service.core.step import EMPTY_CANVAS, Decision, NewRow, PageAppend, Span, StepPlan
@@ -73,14 +74,18 @@ class Scheduler:
                 "(--max-queued-requests); retry later.",
                 retry_after_ms=RETRY_AFTER_MS,
             )
-        token_ids, strategy, params, sampling = self._admission.admit(submit)
+        token_ids, strategy, params, sampling, pinned = self._admission.admit(submit)
         prompt_len = len(token_ids)
         request = Request(
             key=submit.key,
             request_id=submit.request_id,
             committed=token_ids,
             prompt_len=prompt_len,
-            canvas=strategy.begin(prompt_len, params),
+            canvas=pin(
+                strategy.begin(prompt_len, params, prompt_len + sampling.max_tokens),
+                prompt_len,
+                pinned,
+            ),
             strategy=strategy,
             params=params,
             sampling=sampling,
@@ -91,6 +96,7 @@ class Scheduler:
             score_from=prompt_len if sampling.prompt_logprobs is None else 1,
             max_len=prompt_len + sampling.max_tokens,
             stop_ids=sampling.stop_token_ids,
+            pinned=pinned,
             is_plain=_is_plain(submit, strategy, sampling),
         )
         self._requests[request.key] = request
@@ -182,6 +188,9 @@ class Scheduler:
             method=request.strategy.name,
             params=request.params,
             sampling=request.sampling,
+            pinned=pinned_from(
+                request.pinned, len(request.committed) + len(request.canvas.token_ids)
+            ),
         )
 
     def _append(self, request: Request, span: Span, run: list[int]) -> bool:
@@ -204,10 +213,13 @@ class Scheduler:
         """Applies one decision: commit, cut at the first end, seal, report."""
         committed, before = request.committed, request.canvas
         update = request.strategy.settle(len(committed), before, span, decision)
+        if request.pinned:
+            update = keep_pinned(update, len(committed), request.pinned, request.max_len)
         run, logprobs, request.num_cached, canvas = update
         stop = find_stop(committed, request.prompt_len, run, request.sampling) if run else None
         if stop:
             run, canvas = run[: stop.keep], EMPTY_CANVAS
+        news = run[max(0, request.told_len - len(committed)) :]
         committed += run
         request.canvas = canvas
         request.forward_passes += 1
@@ -218,13 +230,14 @@ class Scheduler:
         if len(committed) >= request.table.seal_at:
             self._pages.seal(request.table, committed, request.num_cached)
         request.look_ahead()
-        if run:
-            row = self._output.row(request.key, run)
+        if news:
+            row = self._output.row(request.key, news)
             if logprobs is not None:
-                self._output.logprobs(row, logprobs[: len(run)])
+                self._output.logprobs(row, logprobs[len(run) - len(news) : len(run)])
         if span.score_stop > span.score_start:
             self._report_scores(request, span, decision)
-        if request.emit_canvas and canvas.token_ids and canvas != before:
+        is_shown = request.emit_canvas and len(committed) >= request.told_len
+        if is_shown and canvas.token_ids and (run or canvas != before):
             self._output.canvas(self._output.row_of(request.key), len(committed), canvas)
         if stop:
             self._end(request, Ending(stop.reason, stop.detail, stop.stop_token_id), now)

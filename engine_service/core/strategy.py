@@ -27,6 +27,17 @@ class View(NamedTuple):
     """First prompt position still to be scored; prompt_len when nothing is to be scored."""
 
 
+class Needs(NamedTuple):
+    """What a request takes at least: budgets of a step that always make progress, and room."""
+
+    tokens: int
+    """Query tokens of one step."""
+    logits: int
+    """Positions that one span decides on."""
+    positions: int
+    """Positions of KV at its longest."""
+
+
 @dataclass(slots=True)
 class Budget:
     """What is left of the step: query tokens and rows of logits. StepDraft counts it down; a
@@ -45,7 +56,8 @@ class DecodeStrategy(ABC):
 
     Class attributes: `name`; `Params`, the frozen dataclass of per-request knobs (parsed once at
     admission); `supports`, the capabilities of {"penalties", "logprobs", "prompt_logprobs",
-    "min_tokens", "logit_bias", "canvas"} that requests may ask for.
+    "min_tokens", "logit_bias", "canvas", "pinned"} that requests may ask for. "pinned" says that
+    fixed positions of a canvas are never decided anew, and needs "min_tokens".
     """
 
     name: ClassVar[str]
@@ -57,6 +69,8 @@ class DecodeStrategy(ABC):
     """Most positions one span of this method decides on."""
     min_tokens_per_step: int
     """Smallest budget with which `plan` always makes progress."""
+    default_max_tokens: ClassVar[int | None] = None
+    """Output length of requests that ask for none; None: what the context holds."""
     append_only: ClassVar[bool] = False
     """What a span decides is committed whole, its KV is final and there is no canvas: `settle` says
     Update(decision.token_ids, decision.logprobs, span.stop, canvas), and `advance` never None.
@@ -67,16 +81,37 @@ class DecodeStrategy(ABC):
 
     @classmethod
     @abstractmethod
-    def for_model(cls, *, mask_block: int, mask_token_id: int | None) -> DecodeStrategy:
+    def for_model(
+        cls, *, mask_block: int, mask_token_id: int | None, logits_shift: int
+    ) -> DecodeStrategy:
         """The method as a model with these traits runs it; raises Unsupported if it cannot."""
 
     @abstractmethod
     def parse(self, knobs: dict[str, Any]) -> Any:
         """Checks raw knobs; raises InvalidRequest naming the unknown or wrong one."""
 
+    def with_defaults(self, defaults: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+        """A request's knobs over the engine's default ones, for `parse`. A method may leave out
+        defaults that mean nothing beside what is asked."""
+        return {**defaults, **asked}
+
+    def needs(self, prompt_len: int, max_len: int, params: Any) -> Needs:
+        """What a request of at most `max_len` tokens takes; raises InvalidRequest for knobs that
+        do not go with its length."""
+        positions = -(-max_len // self.mask_block) * self.mask_block
+        return Needs(self.min_tokens_per_step, self.max_decide, positions)
+
     @abstractmethod
-    def begin(self, committed_len: int, params: Any) -> Canvas:
-        """The tail a request starts with."""
+    def begin(self, committed_len: int, params: Any, max_len: int) -> Canvas:
+        """The tail a request starts with, which may grow up to `max_len` tokens."""
+
+    def restart(self, view: View) -> tuple[int, Canvas]:
+        """How many committed tokens, and which tail, a preempted request starts again with.
+
+        Tokens that it gives up must come out as they were when they are decided again: they have
+        been told, and are not told twice. The default gives up nothing.
+        """
+        return view.committed_len, view.canvas
 
     @abstractmethod
     def max_cached(self, committed_len: int) -> int:
@@ -108,11 +143,13 @@ class DecodeStrategy(ABC):
     def undecided(committed_len: int, canvas: Canvas) -> tuple[int, int]:
         """Positions [start, stop) that the span reaching the end of the row decides on.
 
-        From the first to the last open position of the canvas, or the next token without one.
+        From the first to the last open position of the canvas; the next token without a canvas,
+        and the last position of one without an open position (all of it is pinned).
         """
         fixed = canvas.fixed
-        if not fixed:
-            return committed_len, committed_len + 1
+        if False not in fixed:
+            last = committed_len + max(0, len(fixed) - 1)
+            return last, last + 1
         first = fixed.index(False)
         last = len(fixed) - 1
         while fixed[last]:

@@ -35,7 +35,9 @@ class Autoregressive(DecodeStrategy):
     append_only = True
 
     @classmethod
-    def for_model(cls, *, mask_block: int, mask_token_id: int | None) -> Autoregressive:
+    def for_model(
+        cls, *, mask_block: int, mask_token_id: int | None, logits_shift: int
+    ) -> Autoregressive:
         """Any model with a next-token head can do it."""
         return cls()
 
@@ -44,7 +46,7 @@ class Autoregressive(DecodeStrategy):
         reject_unknown(knobs, AutoregressiveParams, self.name)
         return AutoregressiveParams()
 
-    def begin(self, committed_len: int, params: Any) -> Canvas:
+    def begin(self, committed_len: int, params: Any, max_len: int) -> Canvas:
         """No tail."""
         return EMPTY_CANVAS
 
@@ -54,8 +56,8 @@ class Autoregressive(DecodeStrategy):
 
     def advance(self, span: Span) -> Span:
         """Computes the token that `span` decides and decides the next; which, the device knows."""
-        row, _, start, _, _, _, stop, _, _ = span
-        return new_span((row, start, stop, stop, 1, stop, stop + 1, 0, 0))
+        row, _, start, _, _, _, stop, _, _, _ = span
+        return new_span((row, start, stop, stop, 1, stop, stop + 1, 0, 0, 0))
 
     def settle(
         self, committed_len: int, canvas: Canvas, span: Span, decision: Decision | None

@@ -31,11 +31,12 @@ def reject_unknown(knobs: dict[str, Any], params: type, method: str) -> None:
     )
 
 
-def read_number(name: str, value: Any, *, low: float) -> float:
-    """A finite number of at least `low`."""
+def read_number(name: str, value: Any, *, low: float, high: float = math.inf) -> float:
+    """A finite number in [low, high]."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_real and math.isfinite(value) and value >= low):
-        raise wrong_knob(name, value, f"a finite number of at least {low:g}")
+    if not (is_real and math.isfinite(value) and low <= value <= high):
+        limits = f"of at least {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
+        raise wrong_knob(name, value, f"a finite number {limits}")
     return float(value)
 
 

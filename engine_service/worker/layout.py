@@ -91,6 +91,7 @@ class _Columns(NamedTuple):
     decide_stop: np.ndarray
     score_start: np.ndarray
     score_stop: np.ndarray
+    store_from: np.ndarray
 
 
 class _Queries(NamedTuple):
@@ -136,12 +137,11 @@ def lay_out(
     owners = np.arange(len(spans)).repeat(lengths)
     positions = np.arange(int(cu_seqlens[-1])) + (columns.start - cu_seqlens[:-1])[owners]
     row_of_token = columns.row[owners]
-    pages = tables.host_pages[row_of_token, positions // tables.page_size]
     return StepLayout(
         spans=spans,
         places=row_of_token * tables.width + positions,
         positions=positions,
-        slots=pages * tables.page_size + positions % tables.page_size,
+        slots=_slots(positions, row_of_token, columns.store_from[owners], tables),
         owners=owners,
         rows=columns.row,
         cu_seqlens=cu_seqlens.astype(np.int32),
@@ -154,6 +154,15 @@ def lay_out(
         decides=tuple(_decides(queries, tables, logit_chunk)),
         scores=_scores(queries, tables),
     )
+
+
+def _slots(
+    positions: np.ndarray, rows: np.ndarray, store_from: np.ndarray, tables: RowTables
+) -> np.ndarray:
+    """[T] int64 where each token's keys and values go: into the trash page if they are stored."""
+    pages = tables.host_pages[rows, positions // tables.page_size]
+    slots = pages * tables.page_size + positions % tables.page_size
+    return np.where(positions < store_from, tables.trash_slot, slots)
 
 
 def _columns(spans: Sequence[Span]) -> _Columns:

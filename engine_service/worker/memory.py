@@ -14,7 +14,7 @@ import torch
 
 from engine_service.attention.base import AttentionBackend
 from engine_service.config import EngineConfig
-from engine_service.core.step import Span
+from engine_service.core.step import Span, granularity
 from engine_service.models.base import CausalModel, ModelTraits
 from engine_service.resolve import ResolvedConfig
 from engine_service.sampling.batch import DecideBatch, Wants
@@ -52,7 +52,7 @@ def find_room(
     is set aside, with what the graphs of `buckets` will keep; on CPU a short one that only warms
     up, because activations are small beside the RAM that is left free.
     """
-    block = model.traits.mask_block
+    block = granularity(model.traits.mask_block)
     if device.type != "cuda":
         prompts = whole_prompts(_WARM_UP_TOKENS, resolved, block)
         rehearse(prompts, 1, resolved, model, backend, device)
@@ -129,7 +129,7 @@ def whole_prompts(num_tokens: int, resolved: ResolvedConfig, block: int) -> list
 
 def full_rows(resolved: ResolvedConfig, traits: ModelTraits) -> list[Span]:
     """The last block that every row decides something behind, each as long as rows get."""
-    block = traits.mask_block
+    block = granularity(traits.mask_block)
     stop = (resolved.table_width - 1) // block * block
     decided = stop - 1 + traits.logits_shift
     num_spans = max(1, min(resolved.max_rows, resolved.token_budget // block))

@@ -180,6 +180,13 @@ class RowTables:
         fixed = np.ones(total, dtype=np.bool_)
         for new, end, size in zip(new_rows, lengths.cumsum(), tails, strict=True):
             fixed[end - size : end] = new.canvas.fixed
+        pinned = [(new.row, *one) for new in new_rows for one in new.pinned]
+        if pinned:
+            line, position, token = np.array(pinned, dtype=np.int64).T
+            assert position.max() < self.width, f"pinned at {position.max()} of {self.width}"
+            places = np.concatenate((places, line * self.width + position))
+            ids = np.concatenate((ids, token))
+            fixed = np.concatenate((fixed, np.ones(len(pinned), dtype=np.bool_)))
         at, where, tokens, bits = stage([rows, places, ids, fixed], self.device)
         self.sampling.tokens.index_fill_(0, at, self._fill)
         self.sampling.fixed.index_fill_(0, at, 0)

@@ -16,7 +16,7 @@ import torch
 from engine_service.attention.base import AttentionBackend, AttentionShape
 from engine_service.attention.select import open_backend
 from engine_service.config import EngineConfig
-from engine_service.core.step import Decision, StepPlan
+from engine_service.core.step import FULL, Decision, StepPlan
 from engine_service.core.strategy import DecodeStrategy, ExecutorLimits
 from engine_service.kernels.jit import (
     give_up_kernels,
@@ -240,8 +240,11 @@ class Worker:
         return backend
 
     def _list_buckets(self, config: EngineConfig, backend: AttentionBackend) -> list[Bucket]:
-        """What is captured; nothing where there are no graphs or none are wanted."""
-        if self.device.type != "cuda" or config.enforce_eager or not backend.capturable:
+        """What is captured; nothing where there are no graphs or none are wanted, nor of models
+        that see everything: the columns of their decisions are as wide as a request's block."""
+        sees_all = self.traits.mask_block >= FULL
+        is_eager = config.enforce_eager or not backend.capturable or sees_all
+        if self.device.type != "cuda" or is_eager:
             return []
         return list_buckets(
             max_rows=self.resolved.max_rows,

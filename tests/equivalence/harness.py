@@ -118,6 +118,7 @@ class ToyEngine:
                 page_size=setup.page_size,
                 token_budget=setup.token_budget,
                 logit_budget=setup.logit_budget,
+                span_logits=1 << 20,
             ),
             strategies=self.strategies,
             default_method=default_method,
@@ -134,7 +135,7 @@ class ToyEngine:
         **options: Any,
     ) -> int:
         """Queues a request (ignore_eos unless said otherwise) and returns its key."""
-        of_submit = ("priority", "cache_salt", "deadline_ns", "emit_canvas", "choice")
+        of_submit = ("priority", "cache_salt", "deadline_ns", "emit_canvas", "choice", "pinned")
         outer = {name: options.pop(name) for name in of_submit if name in options}
         key = len(self.results) + 1
         self.scheduler.submit(

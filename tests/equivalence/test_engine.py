@@ -210,3 +210,12 @@ def test_a_finished_block_is_stored_by_the_next_blocks_first_span() -> None:
         prompt_pass = 1 if budget == 4 else 0
         assert usage.denoise_steps == 3
         assert usage.forward_passes == 3 + extra + prompt_pass
+
+
+def test_a_block_revealed_at_once_shows_the_next_one() -> None:
+    """The canvas looks as it did before, but stands one block further."""
+    engine = ToyEngine(ToyModel(0), Setup(block=4))
+    key = engine.submit([1, 2, 3, 4], 12, BLOCK, {"threshold": 0.0}, emit_canvas=True)
+    engine.run()
+    shown = [(start, canvas.fixed) for start, canvas in engine.results[key].canvases]
+    assert shown == [(8, (False,) * 4), (12, (False,) * 4)]

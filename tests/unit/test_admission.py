@@ -13,10 +13,12 @@ from engine_service.core.messages import Submit
 from engine_service.core.params import MAX_LISTED_IDS, DecodingChoice, SamplingParams
 from engine_service.core.strategy import ModelFacts
 from engine_service.decoding.autoregressive import Autoregressive
-from engine_service.decoding.block_diffusion import BlockDiffusion, BlockDiffusionParams
+from engine_service.decoding.block_diffusion import BlockDiffusion
+from engine_service.decoding.reveal import RevealKnobs
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 AR, BLOCK = "autoregressive", "block_diffusion"
+STATIC = {"remasking": "low_confidence_static"}
 
 
 def desk(
@@ -43,6 +45,7 @@ def desk(
             page_size=4,
             token_budget=token_budget,
             logit_budget=logit_budget,
+            span_logits=1 << 20,
         ),
         strategies={AR: Autoregressive(), BLOCK: BlockDiffusion(block=8, mask_token_id=49)},
         default_method=default_method,
@@ -106,11 +109,13 @@ def test_seeds() -> None:
 
 
 def test_knobs_are_parsed_once_and_default_knobs_belong_to_the_default_method() -> None:
-    admission = desk(default_method=BLOCK, default_params={"threshold": 0.5})
-    assert admit(admission).params == BlockDiffusionParams(threshold=0.5, steps=8)
-    merged = admit(admission, knobs={"steps": 4.0, "remasking": "sequential"}).params
-    assert merged == BlockDiffusionParams(remasking="sequential", threshold=0.5, steps=4)
+    defaults = {"remasking": "low_confidence_dynamic", "threshold": 0.5}
+    admission = desk(default_method=BLOCK, default_params=defaults)
+    assert admit(admission).params == RevealKnobs(**defaults, steps=8)
+    assert admit(admission, knobs={"steps": 4.0}).params == RevealKnobs(**defaults, steps=4)
     assert admit(admission, method=AR).strategy.name == AR
+    other = admit(admission, knobs={"remasking": "sequential"}).params
+    assert other == RevealKnobs(remasking="sequential", steps=8)
 
 
 def test_a_wrong_engine_default_fails_at_start_up() -> None:
@@ -233,9 +238,15 @@ def test_neutral_penalties_are_no_request_for_penalties() -> None:
         (BLOCK, {"threshold": -0.1}, "decoding.params.threshold", "at least 0"),
         (BLOCK, {"threshold": math.nan}, "decoding.params.threshold", "finite"),
         (BLOCK, {"threshold": True}, "decoding.params.threshold", "True"),
-        (BLOCK, {"steps": 0}, "decoding.params.steps", r"\[1, 8\]"),
-        (BLOCK, {"steps": 2.5}, "decoding.params.steps", "whole"),
-        (BLOCK, {"steps": math.inf}, "decoding.params.steps", "whole"),
+        (BLOCK, STATIC | {"steps": 0}, "decoding.params.steps", r"\[1, 8\]"),
+        (BLOCK, STATIC | {"steps": 2.5}, "decoding.params.steps", "whole"),
+        (BLOCK, STATIC | {"steps": math.inf}, "decoding.params.steps", "whole"),
+        (
+            BLOCK,
+            STATIC | {"threshold": 0.5},
+            "decoding.params.threshold",
+            "is not read by remasking",
+        ),
         (BLOCK, {"remasking": "best"}, "decoding.params.remasking", "sequential"),
     ],
 )

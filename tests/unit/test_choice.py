@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontend.choice import Choice, PromptScores, PromptView, TextDelta
+from frontend.gap import Gap
 from frontend.messages import Delta, Finish, FinishReason, Timings, TokenLogprobs, Usage
 from frontend.request import Options, Sampling, TextRequest
 from frontend.tokenizer import TextTokenizer
@@ -132,6 +133,36 @@ def test_scoring_alone_shows_no_generated_token(tokenizer: TextTokenizer) -> Non
     assert (total.text, total.token_ids, total.finish_reason) == ("hi", [], "length")
     assert len(total.logprobs) == 2
     assert choice.num_tokens == 0
+
+
+@given(cut=st.integers(0, 9))
+def test_what_follows_a_gap_is_neither_shown_nor_counted(
+    tokenizer: TextTokenizer, cut: int
+) -> None:
+    """The suffix may end with a stop token, which then ended nothing."""
+    ids = list(b"gap<tail>")
+    for options in ({"logprobs": 0}, {}, {"stop": ("tail",)}, {"stop_token_ids": (62,)}):
+        prompt = PromptView([104, 105], "hi", 9, Gap(3, ids[3:]))
+        choice = Choice(0, prompt, tokenizer, Options(**options))
+        total = run(choice, split(ids, cut, finish(FinishReason.STOP_TOKEN, 62)))
+        assert (total.text, total.token_ids, choice.num_tokens) == ("gap", ids[:3], 3)
+        assert [entry.token_id for entry in total.logprobs] == ids[
+            : 3 if "logprobs" in options else 0
+        ]
+        assert (total.finish_reason, total.stop_reason) == ("length", None)
+
+
+def test_a_gap_that_is_not_full_ends_as_any_text(tokenizer: TextTokenizer) -> None:
+    prompt = PromptView([104, 105], "hi", 9, Gap(6, [62]))
+    choice = Choice(0, prompt, tokenizer, Options(stop=("ap",)))
+    total = run(choice, [Delta(0, list(b"gap!!!>"), finish=finish())])
+    assert (total.text, total.finish_reason, total.stop_reason) == ("g", "stop", "ap")
+    assert choice.num_tokens == 3
+    early = run(
+        Choice(0, prompt, tokenizer, Options()),
+        [Delta(0, [33], finish=finish(FinishReason.ABORTED))],
+    )
+    assert (early.text, early.finish_reason) == ("!", "abort")
 
 
 def tokens_of(text: str) -> list[int]:

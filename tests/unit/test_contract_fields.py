@@ -17,6 +17,7 @@ from engine_service.server.convert import to_choices, to_submit
 from engine_service.server.convert_out import pack
 from frontend.api import grpc_text_convert as convert
 from frontend.api.grpc_text import TextServicer
+from frontend.api.grpc_text_infill import to_infill_request
 from tidemill.runtime.errors import ServiceError, Unsupported
 from tidemill.v1 import engine_pb2, text_pb2
 
@@ -131,6 +132,10 @@ def of_text(request: Any) -> object:
     return convert.to_text_request(request, {})
 
 
+def of_infill(request: Any) -> object:
+    return to_infill_request(request, {})
+
+
 def of_chat(request: Any) -> object:
     return convert.to_chat_request(request, {})
 
@@ -143,6 +148,10 @@ def test_specs_of_the_engine() -> None:
 @pytest.mark.parametrize("kind", ["TextServiceGenerateRequest", "GenerateStreamRequest"])
 def test_text_requests(kind: str) -> None:
     assert dropped(getattr(text_pb2, kind)(**TEXT), of_text) == []
+
+
+def test_infill_requests() -> None:
+    assert dropped(text_pb2.InfillRequest(prefix="a", suffix="b", gap_tokens=1), of_infill) == []
 
 
 @pytest.mark.parametrize("kind", ["ChatRequest", "ChatStreamRequest"])

@@ -37,6 +37,8 @@ def test_every_served_field_arrives() -> None:
     spec.decoding.params.update({"steps": 4, "threshold": 0.5, "x": {"y": [True, None, "z"]}})
     spec.timeout_ms = 50
     spec.cache_salt, spec.choice, spec.emit_canvas = "salt", 2, True
+    spec.pinned.add(position=9, token_id=70_000)
+    spec.pinned.add(position=4, token_id=0)
     submit = to_submit(spec)
     sampling = submit.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.0, -1, None)
@@ -49,6 +51,7 @@ def test_every_served_field_arrives() -> None:
     assert (submit.priority, submit.cache_salt, submit.choice) == (-3, "salt", 2)
     assert submit.deadline_ns == submit.arrival_ns + 50_000_000
     assert submit.emit_canvas
+    assert submit.pinned == ((9, 70_000), (4, 0))
 
 
 def test_the_smaller_limit_is_the_deadline() -> None:
@@ -66,7 +69,6 @@ UNSERVED = {
     "fairness_key": pb.GenerateSpec(fairness_key="a"),
     "kv_transfer": pb.GenerateSpec(kv_transfer={}),
     "media": pb.GenerateSpec(media=[pb.MediaItem()]),
-    "pinned": pb.GenerateSpec(pinned=[pb.PinnedToken()]),
     "dp_rank": pb.GenerateSpec(dp_rank=1),
     "sampling.allowed_token_ids": pb.GenerateSpec(
         sampling=pb.SamplingParams(allowed_token_ids=[1])
@@ -89,7 +91,7 @@ def test_every_field_of_the_contract_is_served_or_refused() -> None:
     served = {
         "request_id", "prompt_token_ids", "sampling", "decoding", "stop", "logprobs",
         "cache_salt", "priority", "timeout_ms", "traceparent", "tracestate", "choice",
-        "emit_canvas",
+        "emit_canvas", "pinned",
     }  # fmt: skip
     hints = {"prompt_digest", "group"}  # for routers and logs; they ask nothing of an engine
     fields = {field.name for field in pb.GenerateSpec.DESCRIPTOR.fields}

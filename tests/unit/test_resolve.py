@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine_service.config import EngineConfig
+from engine_service.core.step import FULL
 from engine_service.resolve import resolve
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
@@ -38,6 +39,13 @@ def test_defaults(device, block, page_size, rows, tokens, logits, width):
     assert got.table_width == width
     assert got.max_model_len == 1000
     assert len(got.reasons) == 5
+
+
+def test_a_model_that_sees_everything_needs_its_whole_canvas_in_one_step():
+    got = run(block=FULL, length=4096)
+    assert (got.page_size, got.table_width, got.token_budget) == (16, 4096, 4096)
+    assert got.logit_budget == 64 * 32
+    assert run("cuda", block=FULL, length=4096).token_budget == 8192
 
 
 def test_chosen_values_stay_and_need_no_reason():

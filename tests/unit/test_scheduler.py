@@ -53,6 +53,7 @@ class Desk:
                 page_size=page_size,
                 token_budget=token_budget,
                 logit_budget=logit_budget,
+                span_logits=1 << 20,
             ),
             strategies={strategy.name: strategy for strategy in strategies},
             default_method="autoregressive",

@@ -261,7 +261,7 @@ EXAMPLES: dict[str, object] = {
 }  # fmt: skip
 """A value for each field of a body that changes the request behind it."""
 
-OF_COMPLETION = {**EXAMPLES, "prompt": "other", "logprobs": 1, "echo": True}
+OF_COMPLETION = {**EXAMPLES, "prompt": "other", "logprobs": 1, "echo": True, "suffix": "x"}
 OF_CHAT = {
     **EXAMPLES,
     "messages": [{"role": "user", "content": "other"}],

@@ -3,35 +3,54 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_service.core.step import EMPTY_CANVAS, Canvas, Decision, Span, Update
+from engine_service.core.step import EMPTY_CANVAS, FULL, Canvas, Decision, Span, Update
 from engine_service.core.strategy import Budget, DecodeStrategy, View
 from engine_service.decoding import strategies
 from engine_service.decoding.autoregressive import Autoregressive
 from engine_service.decoding.block_diffusion import BlockDiffusion
+from engine_service.decoding.full_canvas import FullCanvas
 from tidemill.runtime.errors import Unsupported
 
 MASK = 99
-EVERY = [kind.for_model(mask_block=4, mask_token_id=MASK) for kind in strategies().values()]
+EVERY = [
+    kind.for_model(mask_block=4, mask_token_id=MASK, logits_shift=0)
+    for kind in (Autoregressive, BlockDiffusion)
+]
+"""The methods that cache what they commit."""
+CANVAS = FullCanvas(mask_token_id=MASK, logits_shift=1)
 
 
 def test_the_folder_is_the_registry() -> None:
-    assert strategies() == {"autoregressive": Autoregressive, "block_diffusion": BlockDiffusion}
+    assert strategies() == {
+        "autoregressive": Autoregressive,
+        "block_diffusion": BlockDiffusion,
+        "full_canvas": FullCanvas,
+    }
 
 
 def test_block_diffusion_needs_a_mask_token() -> None:
     with pytest.raises(Unsupported, match="mask token"):
-        BlockDiffusion.for_model(mask_block=4, mask_token_id=None)
+        BlockDiffusion.for_model(mask_block=4, mask_token_id=None, logits_shift=0)
+
+
+@pytest.mark.parametrize(("mask_block", "mask_token_id"), [(4, MASK), (FULL, None)])
+def test_a_full_canvas_needs_masks_and_a_model_that_sees_everything(
+    mask_block: int, mask_token_id: int | None
+) -> None:
+    with pytest.raises(Unsupported, match="positions all see each other"):
+        FullCanvas.for_model(mask_block=mask_block, mask_token_id=mask_token_id, logits_shift=0)
 
 
 def start(strategy: DecodeStrategy, prompt_len: int, *, scored: bool = False) -> View:
     """A request that was just admitted."""
     params = strategy.parse({})
-    canvas = strategy.begin(prompt_len, params)
+    canvas = strategy.begin(prompt_len, params, prompt_len + 64)
     return View(0, prompt_len, prompt_len, 0, canvas, params, 1 if scored else prompt_len)
 
 
@@ -186,3 +205,38 @@ def test_a_block_is_streamed_as_its_prefix_becomes_final() -> None:
     update = settle(strategy, view, span, Decision([10, 11, MASK, 13], [True, True, False, True]))
     assert update.commit == [10, 11]
     assert update.canvas == Canvas((MASK, 13), (False, True), 1)
+
+
+def canvas_view(knobs: dict[str, Any], *, committed: int = 5, cached: int = 0) -> View:
+    """A request with 5 prompt tokens and an answer of 12, of which some are committed."""
+    params = CANVAS.parse(knobs)
+    canvas = CANVAS.begin(committed, params, 17)
+    return View(0, 5, committed, cached, canvas, params, 5)
+
+
+def test_a_full_canvas_is_computed_whole_or_not_at_all() -> None:
+    view = canvas_view({"block_length": 4})
+    assert CANVAS.plan(view, Budget(16, 64)) is None
+    assert CANVAS.plan(view, Budget(17, 3)) is None
+    assert CANVAS.plan(view, Budget(17, 4)) == Span(0, 0, 17, 17, FULL, 5, 9)
+    needs = CANVAS.needs(5, 17, view.params)
+    assert needs == (17, 4, 17)
+
+
+def test_a_cache_computes_its_block_and_the_query_ahead_of_it() -> None:
+    for cache, stop in (("dual", 13), ("prefix", 17)):
+        view = canvas_view({"block_length": 4, "cache": cache}, committed=9, cached=17)
+        fresh = view._replace(canvas=view.canvas._replace(step=1))
+        assert CANVAS.plan(view, Budget(64, 64)) == Span(0, 0, 17, 17, FULL, 9, 13)
+        assert CANVAS.plan(fresh, Budget(64, 64)) == Span(0, 8, stop, 17, FULL, 9, 13)
+        lost = fresh._replace(num_cached=0)
+        assert CANVAS.plan(lost, Budget(64, 64)) == Span(0, 0, 17, 17, FULL, 9, 13)
+
+
+def test_a_restart_with_a_cache_masks_the_block_again() -> None:
+    fixed = (False, True, False) + (False,) * 4
+    canvas = Canvas((MASK, 8, MASK) + (MASK,) * 4, fixed, 2)
+    for cache, kept in (("none", (10, canvas)), ("dual", (9, Canvas((MASK,) * 8, (False,) * 8)))):
+        view = canvas_view({"block_length": 4, "cache": cache})
+        view = view._replace(committed_len=10, canvas=canvas, num_cached=17)
+        assert CANVAS.restart(view) == kept

@@ -50,6 +50,24 @@ def test_rows_hold_committed_tokens_then_canvas_then_masks():
     assert make_tables().sampling.tokens.sum() == 0
 
 
+def test_pinned_tokens_stand_behind_the_canvas():
+    """A row that is taken by another request forgets them."""
+    tables = make_tables(mask_token_id=MASK)
+    canvas = Canvas(token_ids=(MASK, 8), fixed=(False, True))
+    pinned = ((4, 20), (6, 0), (31, 21))
+    other = make_row(1, list(range(9)))
+    new = make_row(3, [5, 6], canvas=canvas)._replace(pinned=pinned)
+    tables.apply([make_row(0, [1])._replace(pinned=((1, 9),)), new, other], [])
+    tokens, fixed = tables.sampling.tokens, tables.sampling.fixed
+    assert tokens[3].tolist() == [5, 6, MASK, 8, 20, MASK, 0] + [MASK] * 24 + [21]
+    assert fixed[3].nonzero().flatten().tolist() == [0, 1, 3, 4, 6, 31]
+    assert tokens[0].tolist() == [1, 9] + [MASK] * 30
+    assert tokens[1].tolist() == list(range(9)) + [MASK] * 23
+    tables.apply([make_row(3, [5])], [])
+    assert tokens[3].tolist() == [5] + [MASK] * 31
+    assert fixed[3].sum() == 1
+
+
 def test_parameters_reach_their_rows():
     tables = make_tables()
     asked = {

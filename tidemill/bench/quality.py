@@ -9,9 +9,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tidemill.bench.tasks import Item, held_out, is_correct
+from tidemill.runtime.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from tidemill.llm import LLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,8 @@ class QualityOptions:
     """Longest answer."""
     params: dict[str, Any] = field(default_factory=dict)
     """Knobs of the decoding method, as JSON, for example {"threshold": 0.9}."""
+    every_rule: bool = False
+    """Measures every unmask rule, and every cache, of a diffusion model too."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format."""
     json: str | None = None
@@ -46,24 +52,47 @@ class _Tally:
             "exact_match": share,
             "standard_error": math.sqrt(share * (1 - share) / self.items),
             "tokens_per_forward": self.tokens / self.forwards,
+            "forwards": self.forwards,
         }
 
 
 def run(options: QualityOptions) -> dict[str, Any]:
-    """Asks every held-out item once and returns figures per task and over all."""
+    """Asks every held-out item once per variant; figures per task and over all.
+
+    `tasks` and `first_misses` are those of `params` as given; with `every_rule`, `rules` has the
+    figures of all.
+    """
     from tidemill.llm import LLM
-    from tidemill.sampling_params import SamplingParams
 
     llm = LLM(options.model, dtype=options.dtype)
+    tasks, misses = _ask(llm, options, options.params)
+    result = {
+        "benchmark": "quality",
+        "model": options.model,
+        "params": options.params,
+        "tasks": tasks,
+        "first_misses": misses,
+    }
+    if options.every_rule:
+        named = _variants(llm.facts.default_method, options.params)
+        result["rules"] = {
+            name: _ask(llm, options, params)[0]["all"] for name, params in named.items()
+        }
+    return result
+
+
+def _ask(
+    llm: LLM, options: QualityOptions, params: dict[str, Any]
+) -> tuple[dict[str, dict[str, float]], list[dict[str, str]]]:
+    """Figures per task, and the first misses."""
+    from tidemill.sampling_params import SamplingParams
+
     items = held_out(options.items)
-    params = SamplingParams(
-        temperature=0.0, max_tokens=options.max_tokens, method_params=options.params
-    )
+    asked = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, method_params=params)
     chats = [[{"role": "user", "content": item.prompt}] for item in items]
-    outputs = llm.chat(chats, params)
     tallies: dict[str, _Tally] = defaultdict(_Tally)
     misses: list[dict[str, str]] = []
-    for item, output in zip(items, outputs, strict=True):
+    for item, output in zip(items, llm.chat(chats, asked), strict=True):
         text = output.outputs[0].text
         for name in (item.task, "all"):
             tally = tallies[name]
@@ -72,13 +101,27 @@ def run(options: QualityOptions) -> dict[str, Any]:
             tally.tokens += output.usage.output_tokens
             tally.forwards += output.usage.forward_passes
         _remember_miss(misses, item, text)
-    return {
-        "benchmark": "quality",
-        "model": options.model,
-        "params": options.params,
-        "tasks": {name: tally.figures() for name, tally in tallies.items()},
-        "first_misses": misses,
-    }
+    return {name: tally.figures() for name, tally in tallies.items()}, misses
+
+
+def _variants(method: str, params: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every rule of a diffusion method with its default knobs, and every cache with the default
+    rule; `params` that are no rule's stay. Raises InvalidRequest where there is one way only."""
+    from engine_service.decoding.full_canvas import CACHES, FullCanvas
+    from engine_service.decoding.rules import RULES
+
+    if method == "autoregressive":
+        raise InvalidRequest(
+            "every_rule measures the unmask rules of a diffusion model, and this model is "
+            "autoregressive; leave it out",
+            param="every_rule",
+        )
+    read = {knob for rule in RULES.values() for knob in rule.reads} | {"remasking"}
+    kept = {name: value for name, value in params.items() if name not in read}
+    named = {name: {**kept, "remasking": name} for name in RULES}
+    if method == FullCanvas.name:
+        named |= {f"cache {cache}": {**params, "cache": cache} for cache in CACHES}
+    return named
 
 
 def _remember_miss(misses: list[dict[str, str]], item: Item, text: str) -> None:
@@ -88,11 +131,13 @@ def _remember_miss(misses: list[dict[str, str]], item: Item, text: str) -> None:
 
 def table(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Lines for the terminal."""
+    rows = {**result["tasks"], **result.get("rules", {})}
     return [
         (
             name,
             f"{row['exact_match']:.3f} ± {row['standard_error']:.3f}  "
-            f"{row['tokens_per_forward']:.2f} tokens/forward  {row['items']} items",
+            f"{row['tokens_per_forward']:.2f} tokens/forward  "
+            f"{row['forwards']:.0f} forwards  {row['items']} items",
         )
-        for name, row in result["tasks"].items()
+        for name, row in rows.items()
     ]

@@ -51,11 +51,66 @@ def _qwen3(
     }
 
 
+_SDAR = {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "mask_token_id": 151669}
+_QWEN3_8B = _qwen3(4096, 12288, 36, 32, tied=False)
+_LLADA_8B: dict[str, Any] = {
+    "architectures": ["LLaDAModelLM"],
+    "model_type": "llada",
+    "d_model": 4096,
+    "embedding_size": 126464,
+    "eos_token_id": 126081,
+    "layer_norm_type": "rms",
+    "mask_token_id": 126336,
+    "max_sequence_length": 4096,
+    "mlp_hidden_size": 12288,
+    "n_heads": 32,
+    "n_kv_heads": 32,
+    "n_layers": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 126464,
+    "weight_tying": False,
+}
+_LLADA2_MINI: dict[str, Any] = {
+    "architectures": ["LLaDA2MoeModelLM"],
+    "model_type": "llada2_moe",
+    "block_length": 32,
+    "eos_token_id": 156892,
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "mask_token_id": 156895,
+    "max_position_embeddings": 8192,
+    "moe_intermediate_size": 512,
+    "n_group": 8,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 20,
+    "num_key_value_heads": 4,
+    "num_shared_experts": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 600000,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 157184,
+}
+
 SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
-        "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
+        "qwen3-8b": _QWEN3_8B,
         "qwen3-32b": _qwen3(5120, 25600, 64, 64, tied=False),
+        "sdar-8b": _QWEN3_8B | _SDAR | {"block_size": 4},
+        "llada-8b": _LLADA_8B,
+        "llada2-mini": _LLADA2_MINI,
     }
 )
 """config.json of the published models of these names."""

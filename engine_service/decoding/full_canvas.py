@@ -1,0 +1,225 @@
+"""Full-canvas diffusion (LLaDA, Dream): prompt and answer are one canvas that every position sees.
+
+Host half and device half of the method; it does not know requests, pages or models. The answer is
+as long as `max_tokens` from the start and is revealed block by block. Keys and values change with
+every token revealed, so they are never shared between requests; the caches are approximations
+within a block (Fast-dLLM, Wu et al. 2025, arXiv 2505.22618), and `none` is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from engine_service.core.step import FULL, Canvas, Decision, NewRow, Span, Update
+from engine_service.core.strategy import Budget, DecodeStrategy, Needs, View
+from engine_service.decoding.knobs import read_choice, read_whole, reject_unknown, wrong_knob
+from engine_service.decoding.reveal import (
+    RevealKnobs,
+    RevealTables,
+    read_knobs,
+    remembers,
+    with_defaults,
+)
+from engine_service.decoding.tail import merge
+from engine_service.sampling.batch import DecideBatch, DecideResult
+from tidemill.runtime.errors import Unsupported
+
+CACHES = ("none", "prefix", "dual")
+"""What a step computes after the first one of a block: everything; the block and what follows it
+(keys and values ahead of it are kept); the block alone (all others are kept)."""
+DEFAULT_BLOCK = 32
+"""Positions per block of requests that name none (Fast-dLLM's)."""
+_MOST = 1 << 20
+"""Beyond every context; what really fits is said when the length is known."""
+_DEFAULT_ANSWER = 128
+"""Positions of the answer of requests without max_tokens (LLaDA's)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullCanvasParams(RevealKnobs):
+    """Knobs of one request: its rule's, where `steps` are those of the whole answer as LLaDA counts
+    them (0: one position a step), and the canvas's."""
+
+    block_length: int | None = None
+    """None: DEFAULT_BLOCK, or the answer's length if that is less."""
+    cache: str = "none"
+    refresh_interval: int | None = None
+    """Steps of a block after which what the cache keeps is computed anew; None: once a block."""
+
+    def block_of(self, answer_len: int) -> int:
+        """Positions per block of an answer."""
+        return self.block_length or min(DEFAULT_BLOCK, answer_len)
+
+    def resumes(self) -> bool:
+        """Whether a block can go on half way: nothing of how it went so far has to be known."""
+        return self.cache == "none" and not remembers(self)
+
+
+class FullCanvas(DecodeStrategy):
+    """Blocks are counted from the end of the prompt; the last one may be shorter."""
+
+    name = "full_canvas"
+    Params = FullCanvasParams
+    supports = frozenset({"logprobs", "min_tokens", "logit_bias", "canvas", "pinned"})
+    mask_block = FULL
+    default_max_tokens = _DEFAULT_ANSWER
+
+    def __init__(self, *, mask_token_id: int, logits_shift: int) -> None:
+        self._mask_token_id = mask_token_id
+        self._shift = logits_shift
+
+    @classmethod
+    def for_model(
+        cls, *, mask_block: int, mask_token_id: int | None, logits_shift: int
+    ) -> FullCanvas:
+        """Raises Unsupported for a model without a mask token, or one that does not see all."""
+        if mask_token_id is None or mask_block < FULL:
+            raise Unsupported(
+                f"{cls.name} needs a model with a mask token whose positions all see each other",
+                param="method",
+            )
+        return cls(mask_token_id=mask_token_id, logits_shift=logits_shift)
+
+    def with_defaults(self, defaults: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+        """Leaves out defaults of other rules."""
+        return with_defaults(defaults, asked)
+
+    def parse(self, knobs: dict[str, Any]) -> FullCanvasParams:
+        """Checked knobs; what depends on the answer's length is checked by `needs`."""
+        reject_unknown(knobs, FullCanvasParams, self.name)
+        rule = read_knobs(knobs, max_steps=_MOST)
+        block, refresh = (
+            None if knobs.get(name) is None else read_whole(name, knobs[name], low=1, high=_MOST)
+            for name in ("block_length", "refresh_interval")
+        )
+        cache = read_choice("cache", knobs.get("cache", "none"), CACHES)
+        if refresh is not None and cache == "none":
+            raise wrong_knob("refresh_interval", refresh, "left out with cache none")
+        return FullCanvasParams(
+            **{**asdict(rule), "steps": rule.steps if "steps" in knobs else 0},
+            block_length=block,
+            cache=cache,
+            refresh_interval=refresh,
+        )
+
+    def needs(self, prompt_len: int, max_len: int, params: Any) -> Needs:
+        """A whole canvas in one step; raises InvalidRequest where steps or block_length do not go
+        with the answer's length."""
+        answer = max_len - prompt_len
+        block = params.block_of(answer)
+        if block > answer:
+            raise wrong_knob(
+                "block_length", block, f"at most the length of the answer, max_tokens {answer}"
+            )
+        blocks = -(-answer // block)
+        steps = params.steps
+        if steps % blocks or steps > blocks * block:
+            raise wrong_knob(
+                "steps",
+                steps,
+                f"a multiple of the {blocks} blocks of {block} positions that max_tokens {answer} "
+                f"makes, from {blocks} to {blocks * block}",
+            )
+        return Needs(max_len, block, max_len)
+
+    def begin(self, committed_len: int, params: Any, max_len: int) -> Canvas:
+        """Masks for the whole answer."""
+        size = max_len - committed_len
+        return Canvas((self._mask_token_id,) * size, (False,) * size)
+
+    def max_cached(self, committed_len: int) -> int:
+        """Nothing: what a position computes depends on the whole canvas."""
+        return 0
+
+    def plan(self, view: View, budget: Budget) -> Span | None:
+        """Everything where keys and values are to be computed anew, else what the cache lacks.
+
+        A span takes in the query ahead of its block if the model's logits are shifted.
+        """
+        canvas, params = view.canvas, view.params
+        end = view.committed_len + len(canvas.token_ids)
+        opened = view.committed_len + canvas.fixed.index(False)
+        block_start, block_stop = _block_of(opened, view.prompt_len, end, params)
+        last = block_stop - view.committed_len - 1
+        while canvas.fixed[last]:
+            last -= 1
+        start, stop = 0, end
+        if not _is_stale(view):
+            start = block_start - self._shift
+            stop = block_stop if params.cache == "dual" else end
+        decide_stop = view.committed_len + last + 1
+        span = Span(view.row, start, stop, end, FULL, opened, decide_stop)
+        return span if budget.allows(span) else None
+
+    def restart(self, view: View) -> tuple[int, Canvas]:
+        """With a cache a block begins anew: what is kept was computed while the block was masked,
+        and so it is again. Without one nothing is given up, but to rules that remember."""
+        canvas = view.canvas
+        if view.params.resumes():
+            return view.committed_len, canvas
+        end = view.committed_len + len(canvas.token_ids)
+        opened = view.committed_len + canvas.fixed.index(False)
+        start, stop = _block_of(opened, view.prompt_len, end, view.params)
+        behind = stop - view.committed_len
+        masked = self.begin(start, view.params, stop)
+        return start, Canvas(
+            masked.token_ids + canvas.token_ids[behind:], masked.fixed + canvas.fixed[behind:]
+        )
+
+    def settle(
+        self, committed_len: int, canvas: Canvas, span: Span, decision: Decision | None
+    ) -> Update:
+        """Commits the leading final positions; `num_cached` says that something is stored."""
+        assert decision is not None, f"a span of a full canvas always decides: {span}"
+        tail = merge(committed_len, canvas, span, decision)
+        step = 0 if all(decision.final) else canvas.step + 1
+        return Update(tail.committed, tail.committed_logprobs, span.kv_len, tail.rest(step))
+
+    def bind(self, max_rows: int, device: Any) -> None:
+        """Tables of the rows' rules; the columns of a decision are as many as the longest block."""
+        self._reveal = RevealTables(max_rows, device)
+        self._blocks = [1] * (max_rows + 1)
+
+    def admit(self, rows: list[NewRow]) -> None:
+        """Writes rules and counters, those of preempted requests included."""
+        starts, blocks, knobs = [], [], []
+        for new in rows:
+            end = len(new.token_ids) + len(new.canvas.token_ids)
+            opened = len(new.token_ids) + new.canvas.fixed.index(False)
+            answer = end - new.prompt_len
+            block = new.params.block_of(answer)
+            starts.append(_block_of(opened, new.prompt_len, end, new.params)[0])
+            blocks.append(block)
+            steps = new.params.steps // -(-answer // block) or block
+            knobs.append(replace(new.params, steps=steps))
+            self._blocks[new.row] = block
+        self._reveal.admit(
+            [new.row for new in rows],
+            knobs,
+            steps_taken=[new.canvas.step for new in rows],
+            block_starts=starts,
+            origins=[new.prompt_len for new in rows],
+            blocks=blocks,
+        )
+
+    def decide(self, batch: DecideBatch) -> DecideResult:
+        """Chooses a token for every open position and reveals what each row's rule says."""
+        return self._reveal.decide(batch, width=max(self._blocks))
+
+
+def _block_of(
+    position: int, prompt_len: int, end: int, params: FullCanvasParams
+) -> tuple[int, int]:
+    """[start, stop) of the block that an answer's position lies in."""
+    block = params.block_of(end - prompt_len)
+    start = prompt_len + (position - prompt_len) // block * block
+    return start, min(start + block, end)
+
+
+def _is_stale(view: View) -> bool:
+    """Whether keys and values outside of the block are to be computed (again)."""
+    params, step = view.params, view.canvas.step
+    if params.cache == "none" or view.num_cached == 0 or step == 0:
+        return True
+    return params.refresh_interval is not None and step % params.refresh_interval == 0

@@ -1,0 +1,63 @@
+"""What a decision makes of a canvas: plain tuples on the host. It knows no method."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from engine_service.core.step import Canvas, Decision, Span, TokenLogprobs
+
+
+class Tail(NamedTuple):
+    """A canvas after a decision, its final positions included; `num_final` lead it."""
+
+    token_ids: tuple[int, ...]
+    fixed: tuple[bool, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] | None
+    num_final: int
+
+    @property
+    def committed(self) -> list[int]:
+        """Tokens that are final up to the first open position."""
+        return list(self.token_ids[: self.num_final])
+
+    @property
+    def committed_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Those of `committed`; None when the request wants none."""
+        return None if self.logprobs is None else list(self.logprobs[: self.num_final])
+
+    def rest(self, step: int) -> Canvas:
+        """The canvas from the first open position on."""
+        cut = self.num_final
+        logprobs = None if self.logprobs is None else self.logprobs[cut:]
+        return Canvas(self.token_ids[cut:], self.fixed[cut:], step, logprobs)
+
+
+def merge(committed_len: int, canvas: Canvas, span: Span, decision: Decision) -> Tail:
+    """The canvas behind `committed_len` tokens with what `span` decided in it.
+
+    Open positions of what a span decides on all lie in its decided range, and fixed ones in that
+    range come back as they were.
+    """
+    first = span.decide_start - committed_len
+    last = span.decide_stop - committed_len
+    ids = (*canvas.token_ids[:first], *decision.token_ids, *canvas.token_ids[last:])
+    fixed = (*canvas.fixed[:first], *decision.final, *canvas.fixed[last:])
+    num_final = fixed.index(False) if False in fixed else len(fixed)
+    return Tail(ids, fixed, _merge_logprobs(canvas, decision, first), num_final)
+
+
+def _merge_logprobs(
+    canvas: Canvas, decision: Decision, first: int
+) -> tuple[TokenLogprobs | None, ...] | None:
+    """Reveal-time log-probabilities per canvas position; None when the request wants none.
+
+    `first` is the canvas position of the decision's first entry; a position keeps what it got in
+    the step that fixed it.
+    """
+    if decision.logprobs is None:
+        return canvas.logprobs
+    merged = list(canvas.logprobs or (None,) * len(canvas.token_ids))
+    for place, entry in enumerate(decision.logprobs, first):
+        if decision.final[place - first] and not canvas.fixed[place]:
+            merged[place] = entry
+    return tuple(merged)

@@ -1,0 +1,32 @@
+"""Fast-dLLM v2: Qwen2's decoder trained to fill blocks of masked tokens (Wu et al. 2025, arXiv
+2509.26328). Only the traits differ: the mask is block-causal, and logits stay shifted by one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from engine_service.models.base import HFConfig, ModelTraits, register_model
+from engine_service.models.hf_config import mask_token_id, positive
+from engine_service.models.qwen2 import Qwen2
+
+_MASK_TOKEN = {"<|mdm_mask|>": 151665}
+"""The published mask token, for checkpoints that do not name theirs."""
+
+
+@register_model("Fast_dLLM_QwenForCausalLM")
+class FastDLLM(Qwen2):
+    """Blocks of `bd_size` positions (32 unless config.json says otherwise), aligned at 0."""
+
+    @classmethod
+    def read_traits(cls, hf_config: HFConfig, added_tokens: Mapping[str, int]) -> ModelTraits:
+        full = {"bd_size": 32, "architectures": ["Fast_dLLM_QwenForCausalLM"], **hf_config}
+        return dataclasses.replace(
+            super().read_traits(full, added_tokens),
+            mask_block=positive(full, "bd_size"),
+            mask_token_id=mask_token_id(full, {**_MASK_TOKEN, **added_tokens}),
+            logits_shift=1,
+            default_method="block_diffusion",
+            methods=("block_diffusion",),
+        )

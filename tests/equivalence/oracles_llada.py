@@ -1,0 +1,39 @@
+"""LLaDA's generate (Nie et al. 2025, arXiv 2502.09992, algorithms 4 and 5), written down again.
+
+Greedy, without guidance, low_confidence remasking, none of the end-of-sequence options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.equivalence.oracles import Canvas, Logits, Outcome, most_likely, shares, surest
+
+
+def llada_generate(
+    logits: Logits,
+    prompt: Sequence[int],
+    *,
+    mask_id: int,
+    gen_length: int,
+    block_length: int,
+    steps: int,
+) -> Outcome:
+    """Blocks from left to right; `steps` are those of all blocks together.
+
+    Confidence is the probability of the greedy token. With more steps than masks the last ones
+    of a block reveal nothing, and still are forwards.
+    """
+    assert gen_length % block_length == 0, f"{gen_length} tokens in blocks of {block_length}"
+    num_blocks = gen_length // block_length
+    assert steps % num_blocks == 0, f"{steps} steps for {num_blocks} blocks"
+    canvas = Canvas(prompt, gen_length, mask_id)
+    for block in range(num_blocks):
+        start = len(prompt) + block * block_length
+        for count in shares(block_length, steps // num_blocks):
+            places = canvas.open_in(start, start + block_length)
+            rows = logits(canvas.token_ids[None])[0, places]
+            tokens, confidences = most_likely(rows, mask_id)
+            taken = surest(confidences, count)
+            canvas.reveal({places[index]: tokens[index] for index in taken})
+    return canvas.outcome(gen_length)

@@ -1,0 +1,70 @@
+"""What trains and measures the packaged full-canvas model means what the engine does."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+
+from benchmarks.demo_models import corpus, evaluate, export
+from benchmarks.demo_models.model import DemoLM, Shape
+from benchmarks.demo_models.objectives import canvas_loss
+from benchmarks.demo_models.trainer import draw, on_device
+from benchmarks.demo_models.vocabulary import EOS
+from tidemill.bench import tasks
+from tidemill.llm import LLM
+from tidemill.sampling_params import SamplingParams
+
+SHAPE = Shape(
+    num_heads=2,
+    num_kv_heads=2,
+    qk_norm=False,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+)
+
+
+def trained(steps: int) -> tuple[DemoLM, list[float]]:
+    """A model after a few steps on a few rows, and its losses."""
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    rows = []
+    while len(rows) < 32:
+        row = corpus.draw_row(rng, rng.choice(["add", "sort", "json", "prose"]), corpus.SHORT_LEN)
+        rows += [] if row is None else [row]
+    pool = on_device(corpus.packed(rows, corpus.SHORT_LEN), torch.device("cpu"))
+    model, losses = DemoLM(SHAPE), []
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for _ in range(steps):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss = canvas_loss(model, draw(pool, 4))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+def test_the_engine_decodes_as_the_slow_evaluation_does(tmp_path: Path) -> None:
+    model, losses = trained(12)
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3]), losses
+    # As it is exported: rounded. The weight of the end token is dropped, so that answers are long.
+    model.load_state_dict(export.rounded_weights(model))
+    with torch.no_grad():
+        model.model.embed_tokens.weight[EOS] = 0
+    config = export.canvas_config(SHAPE)
+    export.write_folder(tmp_path / "canvas", model, config, rename=export.llada_name)
+    prompts = [evaluate.chat_prompt(item) for item in tasks.held_out(4)]
+    llm = LLM(str(tmp_path / "canvas"), device="cpu")
+    length = evaluate.MAX_NEW_TOKENS
+    asked = SamplingParams(temperature=0, max_tokens=length, method_params={"threshold": 0.1})
+    outputs = llm.generate(prompts, asked, use_tqdm=False)
+    replies = evaluate.decode_canvas(model, prompts, 0.1)
+    for reply, output in zip(replies, outputs, strict=True):
+        assert reply.token_ids == list(output.outputs[0].token_ids)
+        assert reply.forwards == output.usage.forward_passes
+    assert any(len(reply.token_ids) > 32 for reply in replies), "no answer has a second block"
+    other = evaluate.decode_canvas(model, prompts, 2.0)
+    assert [one.forwards for one in other] != [one.forwards for one in replies], "the control"

@@ -1,0 +1,133 @@
+"""Full-canvas models as they ship, core and worker together, against the authors' loops."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.equivalence.oracles_dense import DenseLLaDA
+from tests.equivalence.oracles_dream import dream_sample
+from tests.equivalence.oracles_fast_dllm import fast_dllm_generate, threshold_rule
+from tests.equivalence.oracles_llada import llada_generate
+from tests.equivalence.test_worker_engine import Dense, make_engine, make_prompts, run
+from tests.models.checkpoints import SIZES, Case, write
+from tidemill.runtime.errors import InvalidRequest
+
+VOCAB, MASK, ANSWER = SIZES["vocab_size"], 319, 24
+LLADA = {
+    "architectures": ["LLaDAModelLM"],
+    "model_type": "llada",
+    "d_model": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+    "mlp_hidden_size": 96,
+    "max_sequence_length": 128,
+    "vocab_size": VOCAB,
+    "embedding_size": VOCAB,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "weight_tying": False,
+    "mask_token_id": MASK,
+    "eos_token_id": 318,
+    "torch_dtype": "float32",
+}
+
+
+def write_llada(folder: Path, seed: int) -> DenseLLaDA:
+    """Random weights, large enough for peaked logits."""
+    generator = torch.Generator().manual_seed(seed)
+    size, inner, width = LLADA["d_model"], LLADA["mlp_hidden_size"], 0.3
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * width
+
+    tensors = {"wte": draw(VOCAB, size), "ff_out": draw(VOCAB, size), "ln_f": 1 + draw(size)}
+    for layer in range(LLADA["n_layers"]):
+        own = {name: draw(size, size) for name in ("q_proj", "k_proj", "v_proj", "attn_out")}
+        own |= {"ff_proj": draw(inner, size), "up_proj": draw(inner, size)}
+        own |= {"ff_out": draw(size, inner), "attn_norm": 1 + draw(size), "ff_norm": 1 + draw(size)}
+        tensors |= {f"blocks.{layer}.{name}": tensor for name, tensor in own.items()}
+    named = {f"model.transformer.{name}.weight": tensor for name, tensor in tensors.items()}
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(LLADA))
+    return DenseLLaDA(named, LLADA)
+
+
+@pytest.fixture(scope="module")
+def llada(tmp_path_factory) -> tuple[Path, DenseLLaDA]:
+    folder = tmp_path_factory.mktemp("llada")
+    return folder, write_llada(folder, 3)
+
+
+@pytest.mark.parametrize("flags", [{}, {"page_size": 8, "num_pages": 20, "token_budget": 96}])
+def test_lladas_fixed_steps(llada, flags):
+    folder, dense = llada
+    rng = random.Random(1)
+    prompts = make_prompts(rng, 5)
+    asked = [rng.choice([(8, 24), (8, 12), (24, 24), (12, 6), (24, 5)]) for _ in prompts]
+    knobs = [{"block_length": block, "steps": steps} for block, steps in asked]
+    outputs, preemptions = run(make_engine(folder, **flags), prompts, ANSWER, knobs)
+    for prompt, (block, steps), output in zip(prompts, asked, outputs, strict=True):
+        sizes = {"gen_length": ANSWER, "block_length": block, "steps": steps}
+        assert output == llada_generate(dense.logits, prompt, mask_id=MASK, **sizes).tokens
+    assert preemptions == 0, "pages for the whole canvas are taken at admission"
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+def test_fast_dllms_caches(llada, cache):
+    folder, dense = llada
+    prompts = make_prompts(random.Random(2), 5)
+    thresholds = [0.2, 0.5, 0.9, 0.99, 2.0]
+    knobs = [{"threshold": one, "cache": cache, "block_length": 8} for one in thresholds]
+    flags = {"page_size": 8, "num_pages": 20, "token_budget": 96}
+    outputs, _ = run(make_engine(folder, **flags), prompts, ANSWER, knobs)
+    for prompt, threshold, output in zip(prompts, thresholds, outputs, strict=True):
+        wanted = fast_dllm_generate(
+            dense.cached,
+            prompt,
+            mask_id=MASK,
+            gen_length=ANSWER,
+            block_length=8,
+            rule=threshold_rule(threshold),
+            cache=cache,
+        )
+        assert output == wanted.tokens
+
+
+def as_dream(config: dict) -> None:
+    """Dream's weights are Qwen2's."""
+    config |= {"architectures": ["DreamModel"], "model_type": "Dream", "mask_token_id": MASK}
+
+
+def test_dreams_schedules(tmp_path):
+    dense = Dense(write(Case(name="dream", kind="Qwen2", edit=as_dream), tmp_path, seed=5))
+    prompts = make_prompts(random.Random(4), 4)
+    algorithms = ["maskgit_plus", "topk_margin", "entropy", "entropy"]
+    steps = [24, 9, 5, 24]
+    knobs = [
+        {"remasking": alg, "steps": count, "block_length": ANSWER}
+        for alg, count in zip(algorithms, steps, strict=True)
+    ]
+    outputs, _ = run(make_engine(tmp_path), prompts, ANSWER, knobs)
+    for prompt, alg, count, output in zip(prompts, algorithms, steps, outputs, strict=True):
+        wanted = dream_sample(
+            lambda ids: dense.dense(ids[0].tolist(), 1 << 30)[None],
+            prompt,
+            mask_id=MASK,
+            gen_length=ANSWER,
+            steps=count,
+            alg=alg,
+        )
+        assert output == wanted.tokens
+
+
+def test_a_canvas_longer_than_a_step_is_refused(llada):
+    engine = make_engine(llada[0], token_budget=40)
+    with pytest.raises(InvalidRequest, match="--token-budget is 40"):
+        run(engine, [[1] * 20], ANSWER)
