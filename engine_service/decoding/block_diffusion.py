@@ -12,9 +12,9 @@ from typing import Any
 from engine_service.core.step import Canvas, Decision, NewRow, Span, Update
 from engine_service.core.strategy import Budget, DecodeStrategy, View
 from engine_service.decoding.knobs import reject_unknown
-from engine_service.decoding.reveal import (
+from engine_service.decoding.reveal import RevealTables
+from engine_service.decoding.reveal_knobs import (
     RevealKnobs,
-    RevealTables,
     read_knobs,
     remembers,
     with_defaults,
@@ -95,7 +95,7 @@ class BlockDiffusion(DecodeStrategy):
 
     def bind(self, max_rows: int, device: Any) -> None:
         """What the rules need per row."""
-        self._tables = RevealTables(max_rows, device)
+        self._tables = RevealTables(max_rows, device, mask_token_id=self._mask_token_id)
 
     def admit(self, rows: list[NewRow]) -> None:
         """Writes knobs, and the step counter that a preempted request left with."""

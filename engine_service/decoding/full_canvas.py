@@ -14,9 +14,9 @@ from typing import Any
 from engine_service.core.step import FULL, Canvas, Decision, NewRow, Span, Update
 from engine_service.core.strategy import Budget, DecodeStrategy, Needs, View
 from engine_service.decoding.knobs import read_choice, read_whole, reject_unknown, wrong_knob
-from engine_service.decoding.reveal import (
+from engine_service.decoding.reveal import RevealTables
+from engine_service.decoding.reveal_knobs import (
     RevealKnobs,
-    RevealTables,
     read_knobs,
     remembers,
     with_defaults,
@@ -178,7 +178,7 @@ class FullCanvas(DecodeStrategy):
 
     def bind(self, max_rows: int, device: Any) -> None:
         """Tables of the rows' rules; the columns of a decision are as many as the longest block."""
-        self._reveal = RevealTables(max_rows, device)
+        self._reveal = RevealTables(max_rows, device, mask_token_id=self._mask_token_id)
         self._blocks = [1] * (max_rows + 1)
 
     def admit(self, rows: list[NewRow]) -> None:

@@ -1,4 +1,4 @@
-"""Reveals masked positions step by step: the knobs of a request and the device half of it.
+"""Reveals masked positions step by step: the device half of it, and the state of every row.
 
 Shared by the methods whose tokens are revealed in any order. It does not know how a method lays out
 its blocks, plans spans or commits tokens.
@@ -6,130 +6,45 @@ its blocks, plans spans or commits tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 import torch
 
-from engine_service.decoding.knobs import read_choice, read_number, read_whole
+from engine_service.decoding.editing import Edit, edit
+from engine_service.decoding.reveal_knobs import RevealKnobs, remembers
 from engine_service.decoding.rules import RULES, Count, Evidence, Order, Terms, present, reveal
 from engine_service.kernels.confidence import confidence
 from engine_service.sampling.batch import DecideBatch, DecideResult
 from engine_service.sampling.rng import Purpose, draw_keys, uniform
 from engine_service.sampling.sampler import Choice, choose, token_logprobs
 from engine_service.staging import stage
-from tidemill.runtime.errors import InvalidRequest
 
-MAX_PARALLEL = 1 << 16
-"""Largest `max_parallel`: more positions than any block has."""
 _ADAPTIVE_START, _ADAPTIVE_STEP, _ADAPTIVE_LOW, _ADAPTIVE_HIGH = 0.3, 0.05, 0.1, 0.9
 _MANY, _FEW = 0.7, 0.3
 """Shares of the masks that the adaptive rule took, beyond which its threshold moves."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RevealKnobs:
-    """What a rule needs to know of a request. Knobs that it does not read keep their defaults."""
-
-    remasking: str
-    """Name of the rule (rules.RULES)."""
-    threshold: float = 0.9
-    """Least confidence; above 1 one position is revealed per step."""
-    steps: int
-    """Steps per block of the rules with a schedule; they need not divide the masks."""
-    factor: float = 1.0
-    entropy_bound: float = 0.1
-    """Nats."""
-    max_parallel: int = 8
-    """Most positions per step."""
-    low_threshold: float = 0.4
-    """Confidence above which the best position of every run of masks is revealed."""
-
-
-_OF_RULES = frozenset(field.name for field in fields(RevealKnobs)) - {"remasking"}
-
-
-def rule_of(knobs: dict[str, Any]) -> Any:
-    """The rule that knobs ask for, by name or, as LLaDA's users do, by the number of steps."""
-    return knobs.get("remasking", "low_confidence" if "steps" in knobs else "threshold")
-
-
-def with_defaults(defaults: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    """A request's knobs over default ones; defaults of a rule that is not its own are left out."""
-    own = rule_of(asked if "remasking" in asked else {**defaults, **asked})
-    if (
-        not isinstance(own, str)
-        or own not in RULES
-        or asked.keys().isdisjoint({"remasking", "steps"})
-    ):
-        return {**defaults, **asked}
-    if "steps" in asked and "remasking" not in asked and "steps" not in RULES[own].reads:
-        own = "low_confidence"
-    kept = {k: v for k, v in defaults.items() if k not in _OF_RULES or k in RULES[own].reads}
-    return {**kept, "remasking": own, **asked}
-
-
-def read_knobs(knobs: dict[str, Any], *, max_steps: int) -> RevealKnobs:
-    """Checked knobs; names that RevealKnobs does not have are the method's own and not looked at.
-
-    `steps` is at most and by default `max_steps`. Raises InvalidRequest for a wrong value, and for
-    a knob that the rule would ignore.
-    """
-    name = read_choice("remasking", rule_of(knobs), tuple(RULES))
-    _reject_unread(name, knobs)
-    threshold = read_number("threshold", knobs.get("threshold", 0.9), low=0.0)
-    low_threshold = knobs.get("low_threshold", min(0.4, threshold))
-    return RevealKnobs(
-        remasking=name,
-        threshold=threshold,
-        steps=read_whole("steps", knobs.get("steps", max_steps), low=1, high=max_steps),
-        factor=read_number("factor", knobs.get("factor", 1.0), low=0.0),
-        entropy_bound=read_number("entropy_bound", knobs.get("entropy_bound", 0.1), low=0.0),
-        max_parallel=read_whole(
-            "max_parallel", knobs.get("max_parallel", 8), low=1, high=MAX_PARALLEL
-        ),
-        low_threshold=read_number("low_threshold", low_threshold, low=0.0, high=threshold),
-    )
-
-
-def _reject_unread(name: str, knobs: dict[str, Any]) -> None:
-    """Raises InvalidRequest naming the first knob that the rule does not read, and who does."""
-    for knob in knobs:
-        if knob in _OF_RULES and knob not in RULES[name].reads:
-            readers = ", ".join(rule for rule in RULES if knob in RULES[rule].reads)
-            raise InvalidRequest(
-                f"The decoding parameter {knob} is not read by remasking {name!r}; leave it out, or"
-                f" choose a rule that reads it: {readers}.",
-                param=f"decoding.params.{knob}",
-            )
-
-
-def remembers(knobs: RevealKnobs) -> bool:
-    """Whether the rule depends on how the block went so far, not on what is open and the step.
-
-    Such a block cannot be taken up half way: a preempted request starts it anew.
-    """
-    return RULES[knobs.remasking].count is Count.AT_MOST
-
-
 class RevealTables:
     """Device half: every line is a row, with one more for padding. Single writer.
 
-    `_rules` [R, 6] int64: order, count, steps, max_parallel, origin, block length. `_limits` [R, 4]
-    float64: threshold, low_threshold, factor, entropy_bound. `_progress` [R, 2] int64: decisions
-    taken, and the start of the block that they were taken in. `_adapted` [R] float64: the adaptive
-    rule's threshold, which starts anew with every block: +0.05 after a step that took more than 0.7
-    of the masks, -0.05 after one that took less than 0.3, always in [0.1, 0.9].
+    `_rules` [R, 7] int64: order, count, steps, max_parallel, origin, block length, most steps of
+    editing alone. `_limits` [R, 5] float64: threshold, low_threshold, factor, entropy_bound,
+    edit_threshold (infinite: none). `_progress` [R, 3] int64: decisions taken, the start of the
+    block that they were taken in, and how many of them found no mask. `_adapted` [R] float64: the
+    adaptive rule's threshold, which starts anew with every block: +0.05 after a step that took more
+    than 0.7 of the masks, -0.05 after one that took less than 0.3, always in [0.1, 0.9].
     """
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, device: torch.device, *, mask_token_id: int) -> None:
         lines = max_rows + 1
-        self._rules = torch.zeros((lines, 6), dtype=torch.int64, device=device)
+        self._mask_token_id = mask_token_id
+        self._rules = torch.zeros((lines, 7), dtype=torch.int64, device=device)
         self._rules[:, [2, 5]] = 1
-        self._limits = torch.zeros((lines, 4), dtype=torch.float64, device=device)
-        self._progress = torch.zeros((lines, 2), dtype=torch.int64, device=device)
+        self._limits = torch.zeros((lines, 5), dtype=torch.float64, device=device)
+        self._limits[:, 4] = torch.inf
+        self._progress = torch.zeros((lines, 3), dtype=torch.int64, device=device)
         self._adapted = torch.zeros(lines, dtype=torch.float64, device=device)
 
     def admit(
@@ -153,10 +68,10 @@ class RevealTables:
         for own, origin, block, taken, start in at:
             rule = RULES[own.remasking]
             assert not (taken and remembers(own)), f"{own.remasking} cannot be taken up half way"
-            lines.append(
-                (rule.order, rule.count, own.steps, own.max_parallel, origin, block, taken, start)
-            )
-            limits.append((own.threshold, own.low_threshold, own.factor, own.entropy_bound))
+            schedule = (own.steps, own.max_parallel, origin, block, own.max_post_edit_steps)
+            lines.append((rule.order, rule.count, *schedule, taken, start, 0))
+            least = math.inf if own.edit_threshold is None else own.edit_threshold
+            limits.append((own.threshold, own.low_threshold, own.factor, own.entropy_bound, least))
         where, whole, real = stage(
             [
                 np.array(rows, dtype=np.int64),
@@ -165,8 +80,8 @@ class RevealTables:
             ],
             self._rules.device,
         )
-        self._rules[where] = whole[:, :6]
-        self._progress[where] = whole[:, 6:]
+        self._rules[where] = whole[:, :7]
+        self._progress[where] = whole[:, 7:]
         self._limits[where] = real
 
     def decide(self, batch: DecideBatch, *, width: int) -> DecideResult:
@@ -179,24 +94,34 @@ class RevealTables:
         count = torch.arange(len(rows), device=rows.device)
         span_of = torch.searchsorted(batch.cu_decide[1:].contiguous(), count, right=True)
         taken, block_start = self._find_blocks(batch)
-        draws = taken[span_of]
-        choice = choose(batch, draws, with_probs=True)
+        choice = choose(batch, taken[span_of], with_probs=True)
         is_open = ~tables.fixed[rows, positions]
+        current = tables.tokens[rows, positions]
+        least = self._limits[batch.span_rows, 4]
+        # No choice is ever the mask token: an open position without it holds a tentative token.
+        is_masked = is_open & ((current == self._mask_token_id) | (least == torch.inf)[span_of])
         # Positions of padding lie anywhere.
         column = (positions - block_start[span_of]).clamp(min=0, max=width - 1)
-        shape = (len(batch.span_rows), width)
-        terms = self._terms(batch, taken, block_start)
-        measures = _measure(batch, choice, draws, terms.order_R)
-        seen = _lay_out(measures, is_open, (span_of, column), shape)
-        take_RB = reveal(seen, terms)
-        self._progress[batch.span_rows] = torch.stack((taken + 1, block_start), dim=1)
-        self._adapted[batch.span_rows] = _adapt(terms.threshold_R, take_RB, seen.masked_RB)
-        take = take_RB[span_of, column] & is_open
-        token_ids = torch.where(take, choice.token_ids, tables.tokens[rows, positions])
-        final = take | ~is_open
+        take = self._take(batch, choice, is_masked, (span_of, column), (taken, block_start), width)
+        seen = Edit(
+            span_of=span_of,
+            is_open=is_open,
+            is_masked=is_masked,
+            take=take,
+            differs=choice.token_ids != current,
+            probs=choice.probs,
+        )
+        num_post = torch.where(taken == 0, 0, self._progress[batch.span_rows, 2])
+        max_post = self._rules[batch.span_rows, 6]
+        edited = edit(seen, least, num_post_R=num_post, max_post_R=max_post)
+        token_ids = torch.where(edited.changed, choice.token_ids, current)
+        final = ~is_open | edited.final
+        progress = (taken + 1, block_start, edited.num_post_R)
+        self._progress[batch.span_rows] = torch.stack(progress, dim=1)
         tables.tokens[rows, positions] = token_ids
         tables.fixed[rows, positions] = final
-        scores = token_logprobs(batch, choice.token_ids)
+        # A token that was not chosen anew is final too where editing ends.
+        scores = token_logprobs(batch, torch.where(final & is_open, token_ids, choice.token_ids))
         return DecideResult(
             token_ids=token_ids,
             final=final,
@@ -204,6 +129,24 @@ class RevealTables:
             logprob_ids=scores.ids if scores else None,
             ranks=scores.ranks if scores else None,
         )
+
+    def _take(
+        self,
+        batch: DecideBatch,
+        choice: Choice,
+        is_masked: torch.Tensor,
+        place: tuple[torch.Tensor, torch.Tensor],
+        progress: tuple[torch.Tensor, torch.Tensor],
+        width: int,
+    ) -> torch.Tensor:
+        """[N] bool: masked positions that fall. `place` are their rows and columns in a table of
+        `width`, `progress` the decisions taken and the block's start."""
+        terms = self._terms(batch, *progress)
+        measures = _measure(batch, choice, progress[0][place[0]], terms.order_R)
+        seen = _lay_out(measures, is_masked, place, (len(batch.span_rows), width))
+        take_RB = reveal(seen, terms)
+        self._adapted[batch.span_rows] = _adapt(terms.threshold_R, take_RB, seen.masked_RB)
+        return take_RB[place] & is_masked
 
     def _find_blocks(self, batch: DecideBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """[R] decisions taken in the span's block, and its start; a new block counts from 0."""
@@ -216,8 +159,8 @@ class RevealTables:
         return torch.where(progress[:, 1] == start, progress[:, 0], 0), start
 
     def _terms(self, batch: DecideBatch, taken: torch.Tensor, start: torch.Tensor) -> Terms:
-        order, count, steps, max_parallel, _, block = self._rules[batch.span_rows].unbind(1)
-        threshold, low_threshold, factor, bound = self._limits[batch.span_rows].unbind(1)
+        order, count, steps, max_parallel, _, block, _ = self._rules[batch.span_rows].unbind(1)
+        threshold, low_threshold, factor, bound, _ = self._limits[batch.span_rows].unbind(1)
         adapted = torch.where(taken == 0, _ADAPTIVE_START, self._adapted[batch.span_rows])
         prompt_lens = batch.tables.prompt_lens[batch.span_rows]
         return Terms(

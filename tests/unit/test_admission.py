@@ -14,7 +14,7 @@ from engine_service.core.params import MAX_LISTED_IDS, DecodingChoice, SamplingP
 from engine_service.core.strategy import ModelFacts
 from engine_service.decoding.autoregressive import Autoregressive
 from engine_service.decoding.block_diffusion import BlockDiffusion
-from engine_service.decoding.reveal import RevealKnobs
+from engine_service.decoding.reveal_knobs import RevealKnobs
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 AR, BLOCK = "autoregressive", "block_diffusion"

@@ -12,13 +12,9 @@ import torch
 
 from engine_service.decoding import reveal, rules
 from engine_service.decoding.block_diffusion import BlockDiffusion
-from engine_service.decoding.reveal import (
-    RevealKnobs,
-    RevealTables,
-    read_knobs,
-    remembers,
-)
-from engine_service.decoding.reveal import with_defaults as over_defaults
+from engine_service.decoding.reveal import RevealTables
+from engine_service.decoding.reveal_knobs import RevealKnobs, read_knobs, remembers
+from engine_service.decoding.reveal_knobs import with_defaults as over_defaults
 from engine_service.decoding.rules import RULES
 from engine_service.sampling.batch import DecideBatch, DecideResult
 from engine_service.sampling.tables import SamplingTables
@@ -223,7 +219,7 @@ def test_rows_with_blocks_and_rules_of_their_own(
     lines = [Row(prompt_len=block.prompt_len, seed=block.seed) for block in blocks]
     tables = make_tables([*lines, Row()], banned=(MASK,), width=LENGTH)
     tables.tokens[:] = MASK
-    device_half = RevealTables(len(blocks), torch.device("cpu"))
+    device_half = RevealTables(len(blocks), torch.device("cpu"), mask_token_id=0)
     admit(device_half, list(range(len(blocks))), blocks)
     num_blocks = resumed = 0
     for _ in range(40):
@@ -258,7 +254,7 @@ def test_the_schedule_of_a_dynamic_rule_leaves_out_the_prompt() -> None:
     block.enter(6)
     tables = make_tables([Row(prompt_len=6), Row()], banned=(MASK,), width=LENGTH)
     tables.tokens[:] = MASK
-    device_half = RevealTables(1, torch.device("cpu"))
+    device_half = RevealTables(1, torch.device("cpu"), mask_token_id=0)
     admit(device_half, [0], [block])
     for left in (1, 0):
         logits = torch.randn(7, VOCAB, generator=torch.Generator().manual_seed(left))
@@ -287,4 +283,6 @@ def test_a_block_whose_rule_remembers_is_not_taken_up_half_way() -> None:
     knobs = read_knobs({"remasking": "adaptive"}, max_steps=4)
     half_way: dict[str, Any] = {"steps_taken": [1], "block_starts": [4], "origins": [0]}
     with pytest.raises(AssertionError, match="half way"):
-        RevealTables(1, torch.device("cpu")).admit([0], [knobs], blocks=[4], **half_way)
+        RevealTables(1, torch.device("cpu"), mask_token_id=0).admit(
+            [0], [knobs], blocks=[4], **half_way
+        )
