@@ -87,7 +87,8 @@ def to_logprobs(positions: Iterable[pb.TokenLogprobs]) -> list[TokenLogprobs]:
 def to_canvas(row: pb.CanvasRow) -> Canvas:
     """A canvas row without its row number."""
     fixed = tuple(flag != 0 for flag in row.fixed)
-    return Canvas(row.block_start, tuple(unpack_ids(row.token_ids)), fixed, row.denoise_step)
+    ids, sure = tuple(unpack_ids(row.token_ids)), tuple(row.confidence)
+    return Canvas(row.block_start, ids, fixed, row.denoise_step, sure)
 
 
 def to_finish(finish: pb.Finish) -> Finish:

@@ -69,6 +69,8 @@ class Canvas(NamedTuple):
     token_ids: tuple[int, ...]
     fixed: tuple[bool, ...]
     step: int
+    confidence: tuple[float, ...] = ()
+    """Probability of every position's token in the step that chose it."""
 
 
 class Load(NamedTuple):

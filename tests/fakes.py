@@ -328,4 +328,5 @@ def _decision(result: DecideResult, start: int, stop: int, num_more: int | None)
     token_ids = result.token_ids[start:stop].tolist()
     final = result.final
     flags = [True] * len(token_ids) if final is None else final[start:stop].tolist()
-    return Decision(token_ids, flags, logprobs)
+    sure = None if result.confidence is None else result.confidence[start:stop].tolist()
+    return Decision(token_ids, flags, logprobs, confidence=sure)

@@ -86,7 +86,8 @@ class Request:
     def restart(self, now_ns: int) -> None:
         """Takes down a preemption, and goes back to where the strategy can start again."""
         kept_len, canvas = self.strategy.restart(self.view())
-        self.canvas = pin(canvas, kept_len, self.pinned)
+        canvas = pin(canvas, kept_len, self.pinned)
+        self.canvas = canvas.watched() if self.emit_canvas else canvas
         if kept_len < len(self.committed):
             self.told_len = max(self.told_len, len(self.committed))
             del self.committed[kept_len:]

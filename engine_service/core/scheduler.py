@@ -76,16 +76,14 @@ class Scheduler:
             )
         token_ids, strategy, params, sampling, pinned = self._admission.admit(submit)
         prompt_len = len(token_ids)
+        max_len = prompt_len + sampling.max_tokens
+        canvas = pin(strategy.begin(prompt_len, params, max_len), prompt_len, pinned)
         request = Request(
             key=submit.key,
             request_id=submit.request_id,
             committed=token_ids,
             prompt_len=prompt_len,
-            canvas=pin(
-                strategy.begin(prompt_len, params, prompt_len + sampling.max_tokens),
-                prompt_len,
-                pinned,
-            ),
+            canvas=canvas.watched() if submit.emit_canvas else canvas,
             strategy=strategy,
             params=params,
             sampling=sampling,
@@ -94,7 +92,7 @@ class Scheduler:
             arrival_ns=submit.arrival_ns or self._clock(),
             emit_canvas=submit.emit_canvas,
             score_from=prompt_len if sampling.prompt_logprobs is None else 1,
-            max_len=prompt_len + sampling.max_tokens,
+            max_len=max_len,
             stop_ids=sampling.stop_token_ids,
             pinned=pinned,
             is_plain=_is_plain(submit, strategy, sampling),
@@ -216,6 +214,7 @@ class Scheduler:
         if request.pinned:
             update = keep_pinned(update, len(committed), request.pinned, request.max_len)
         run, logprobs, request.num_cached, canvas = update
+        canvas = canvas.watched() if request.emit_canvas else canvas
         stop = find_stop(committed, request.prompt_len, run, request.sampling) if run else None
         if stop:
             run, canvas = run[: stop.keep], EMPTY_CANVAS

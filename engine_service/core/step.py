@@ -71,13 +71,21 @@ class Canvas(NamedTuple):
 
     `fixed[i]` says that position i is decided (never inferred from the token's value);
     `step` counts the decisions taken in the current block; `logprobs` is None or one entry per
-    position, filled when the position was revealed.
+    position, filled when the position was revealed; `confidence` is None for requests that nobody
+    watches, else the probability that the last step gave to every position's token.
     """
 
     token_ids: tuple[int, ...] = ()
     fixed: tuple[bool, ...] = ()
     step: int = 0
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    confidence: tuple[float, ...] | None = None
+
+    def watched(self) -> Canvas:
+        """With confidences: before a step, 1 where a token was given and 0 where there is none."""
+        if self.confidence is not None:
+            return self
+        return self._replace(confidence=tuple(map(float, self.fixed)))
 
 
 EMPTY_CANVAS = Canvas()
@@ -122,14 +130,16 @@ class Decision(NamedTuple):
     """What the device decided for one span, on the host.
 
     `token_ids[i]` and `final[i]` belong to position decide_start + i; a position that is not
-    final keeps its mask. `logprobs` and `scores` (of the scored prompt positions) are None when
-    the request did not ask for them.
+    final keeps its mask, or a tentative token. `logprobs` and `scores` (of the scored prompt
+    positions) are None when the request did not ask for them; `confidence` where tokens are not
+    revealed by it.
     """
 
     token_ids: list[int]
     final: list[bool]
     logprobs: list[TokenLogprobs | None] | None = None
     scores: list[TokenLogprobs] | None = None
+    confidence: list[float] | None = None
 
 
 class Update(NamedTuple):

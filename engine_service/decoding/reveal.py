@@ -128,6 +128,7 @@ class RevealTables:
             logprobs=scores.logprobs if scores else None,
             logprob_ids=scores.ids if scores else None,
             ranks=scores.ranks if scores else None,
+            confidence=choice.probs,
         )
 
     def _take(

@@ -13,6 +13,7 @@ class Tail(NamedTuple):
     token_ids: tuple[int, ...]
     fixed: tuple[bool, ...]
     logprobs: tuple[TokenLogprobs | None, ...] | None
+    confidence: tuple[float, ...] | None
     num_final: int
 
     @property
@@ -29,7 +30,8 @@ class Tail(NamedTuple):
         """The canvas from the first open position on."""
         cut = self.num_final
         logprobs = None if self.logprobs is None else self.logprobs[cut:]
-        return Canvas(self.token_ids[cut:], self.fixed[cut:], step, logprobs)
+        confidence = None if self.confidence is None else self.confidence[cut:]
+        return Canvas(self.token_ids[cut:], self.fixed[cut:], step, logprobs, confidence)
 
 
 def merge(committed_len: int, canvas: Canvas, span: Span, decision: Decision) -> Tail:
@@ -43,7 +45,8 @@ def merge(committed_len: int, canvas: Canvas, span: Span, decision: Decision) ->
     ids = (*canvas.token_ids[:first], *decision.token_ids, *canvas.token_ids[last:])
     fixed = (*canvas.fixed[:first], *decision.final, *canvas.fixed[last:])
     num_final = fixed.index(False) if False in fixed else len(fixed)
-    return Tail(ids, fixed, _merge_logprobs(canvas, decision, first), num_final)
+    logprobs = _merge_logprobs(canvas, decision, first)
+    return Tail(ids, fixed, logprobs, _merge_confidence(canvas, decision, first), num_final)
 
 
 def _merge_logprobs(
@@ -60,4 +63,15 @@ def _merge_logprobs(
     for place, entry in enumerate(decision.logprobs, first):
         if decision.final[place - first] and not canvas.fixed[place]:
             merged[place] = entry
+    return tuple(merged)
+
+
+def _merge_confidence(canvas: Canvas, decision: Decision, first: int) -> tuple[float, ...] | None:
+    """Of the step that fixed a position, of this one elsewhere; None when nobody watches."""
+    if canvas.confidence is None or decision.confidence is None:
+        return canvas.confidence
+    merged = list(canvas.confidence)
+    for place, sure in enumerate(decision.confidence, first):
+        if not canvas.fixed[place]:
+            merged[place] = sure
     return tuple(merged)

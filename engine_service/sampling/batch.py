@@ -66,3 +66,5 @@ class DecideResult:
     """[N, 1 + max_logprobs] int64."""
     ranks: torch.Tensor | None
     """[N] int64, 1 = most likely."""
+    confidence: torch.Tensor | None = None
+    """[N] probability of the token chosen; None from methods that do not go by it."""

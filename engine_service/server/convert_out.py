@@ -150,6 +150,7 @@ def _canvas(row: int, start: int, canvas: Canvas) -> pb.CanvasRow:
         token_ids=pack(canvas.token_ids),
         fixed=bytes(canvas.fixed),
         denoise_step=canvas.step,
+        confidence=canvas.confidence or (),
     )
 
 

@@ -29,12 +29,18 @@ def split_decided(
         return
     final = [True] * len(token_ids) if result.final is None else result.final.tolist()
     entries = _decided_entries(layout, result, final)
+    sure = None if result.confidence is None else result.confidence.tolist()
     at = 0
     for span, count, k in zip(
         layout.spans.tolist(), layout.counts.tolist(), layout.logprob_counts.tolist(), strict=True
     ):
         own = slice(at, at + count)
-        decisions[span] = Decision(token_ids[own], final[own], None if k < 0 else entries[own])
+        decisions[span] = Decision(
+            token_ids[own],
+            final[own],
+            None if k < 0 else entries[own],
+            confidence=None if sure is None else sure[own],
+        )
         at += count
 
 

@@ -7,7 +7,8 @@ to decide and hands back what was decided. Steps that fit a captured CUDA graph 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 
@@ -99,10 +100,9 @@ class Runner:
 
 def _copied(result: DecideResult, copies: HostCopies) -> DecideResult:
     """The same result on its way to the host."""
-    columns = (result.token_ids, result.final, result.logprobs, result.logprob_ids, result.ranks)
-    hosts = [None if column is None else copies.add(column) for column in columns]
-    token_ids, final, logprobs, logprob_ids, ranks = hosts
-    assert token_ids is not None
-    return DecideResult(
-        token_ids=token_ids, final=final, logprobs=logprobs, logprob_ids=logprob_ids, ranks=ranks
-    )
+    hosts: dict[str, Any] = {
+        field.name: None if column is None else copies.add(column)
+        for field in fields(result)
+        for column in [getattr(result, field.name)]
+    }
+    return replace(result, **hosts)

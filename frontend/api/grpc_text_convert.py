@@ -176,6 +176,7 @@ def canvas_message(delta: TextDelta, model: ServedModel, text: str) -> text_pb2.
         token_ids=canvas.token_ids,
         fixed=canvas.fixed,
         text=text,
+        confidence=canvas.confidence,
     )
 
 

@@ -74,6 +74,7 @@ def canvas_of(delta: TextDelta, model: ServedModel) -> dict[str, Any]:
         "step": canvas.step,
         "token_ids": canvas.token_ids,
         "fixed": canvas.fixed,
+        "confidence": [round(sure, 4) for sure in canvas.confidence],
         "text": canvas_text(delta, model),
     }
 

@@ -71,7 +71,7 @@ export class Canvas {
   }
 
   /** One state of the open block; `usage` counts what has been committed before it. */
-  open({ block, step, token_ids: ids, fixed }, usage) {
+  open({ block, step, token_ids: ids, fixed, confidence = [] }, usage) {
     this.#promptLen = usage.prompt_tokens;
     const start = usage.completion_tokens;
     const length = this.#facts.block_length;
@@ -85,6 +85,7 @@ export class Canvas {
     }
     ids.forEach((id, i) => {
       const cell = this.#cell(start + i);
+      if (fixed[i] && cell.state !== FIXED) cell.sure = confidence[i];
       if (fixed[i]) this.#reveal(cell, id, step);
       else this.#set(cell, id, id === this.#facts.mask_token_id ? "masked" : "tentative");
     });
@@ -145,7 +146,8 @@ export class Canvas {
       this.#root.style.setProperty("--last", step);
     }
     cell.node.style.setProperty("--step", step);
-    cell.node.title = `fixed in step ${step} of its block`;
+    const sure = cell.sure === undefined ? "" : `, ${Math.round(100 * cell.sure)} % sure`;
+    cell.node.title = `fixed in step ${step} of its block${sure}`;
     this.#set(cell, cell.id, FIXED);
   }
 

@@ -206,7 +206,7 @@ def random_reveal(rng: random.Random) -> tuple[dict[str, int], list[Event], list
     first, last = prompt_len // length, prompt_len // length + 3
     num = last * length - prompt_len
     ids = [rng.choice(range(97, 123)) for _ in range(num)]
-    steps, events, frames, done = [0] * num, [], [], 0
+    steps, sure, events, frames, done = [0] * num, {}, [], [], 0
     for block in range(first, last):
         stop, step = (block + 1) * length - prompt_len, 0
         while done < stop:
@@ -220,13 +220,16 @@ def random_reveal(rng: random.Random) -> tuple[dict[str, int], list[Event], list
             place = {"block": block, "step": step}
             if done == stop:
                 place, open_ids = {"block": block + 1, "step": 0}, [mask] * len(tail)
+            sure |= {i: rng.randint(0, 100) for i in tail if steps[i] and i not in sure}
             state = {**place, "token_ids": open_ids, "fixed": [steps[i] > 0 for i in tail]}
+            state["confidence"] = [sure.get(i, 50) / 100 for i in tail]
             usage = {"prompt_tokens": prompt_len, "completion_tokens": done}
             events.append((state if len(tail) else None, usage, ids[before:done]))
             frame = []
             for i, token in enumerate(ids[:done] + open_ids):
                 kind = "fixed" if steps[i] else "masked" if token == mask else "tentative"
                 title = f"fixed in step {steps[i]} of its block" if steps[i] else ""
+                title += f", {sure[i]} % sure" if i in sure else ""
                 border = (prompt_len + i + 1) % length == 0
                 frame.append([chr(token) if token != mask else "\u2591", kind, border, title])
             frames.append(frame)

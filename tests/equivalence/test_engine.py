@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -219,3 +220,34 @@ def test_a_block_revealed_at_once_shows_the_next_one() -> None:
     engine.run()
     shown = [(start, canvas.fixed) for start, canvas in engine.results[key].canvases]
     assert shown == [(8, (False,) * 4), (12, (False,) * 4)]
+
+
+def test_a_watched_canvas_says_how_sure_each_token_is() -> None:
+    """The probability in the step that revealed it, which its log-probability says too."""
+    num_fixed, open_ones = 0, set()
+    for seed in range(4):
+        engine = ToyEngine(ToyModel(seed), Setup(block=8))
+        for threshold in (0.3, 0.6, 1.5):
+            knobs = {"threshold": threshold}
+            engine.submit([1, 2, 3], 20, BLOCK, knobs, emit_canvas=True, logprobs=0)
+        plain = engine.submit([4, 5], 20, BLOCK, {})
+        while engine.scheduler.has_work:
+            engine.step()
+            for request in engine.scheduler._requests.values():
+                assert (request.canvas.confidence is None) == (request.key == plain)
+            engine.preempt(1 + seed % 3)
+        for result in engine.results.values():
+            for _, canvas in result.canvases:
+                assert canvas.confidence is not None
+                assert canvas.logprobs is None or len(canvas.logprobs) == len(canvas.confidence)
+                scored = canvas.logprobs or [None] * len(canvas.fixed)
+                for fixed, sure, entry in zip(canvas.fixed, canvas.confidence, scored, strict=True):
+                    if fixed:
+                        assert entry is not None
+                        assert sure == pytest.approx(math.exp(entry.logprobs[0]), abs=1e-5)
+                        num_fixed += 1
+                    else:
+                        open_ones.add(round(sure, 3))
+    assert num_fixed > 50
+    assert len(open_ones) > 50
+    assert all(0 <= sure <= 1 for sure in open_ones)

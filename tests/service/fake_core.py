@@ -93,7 +93,9 @@ class FakeCore:
                         entry = TokenLogprobs((tokens[-1],), (-0.5,), 1)
                         output.logprobs.append((row, [entry]))
                     if live.submit.emit_canvas:
-                        output.canvas.append((row, 7, Canvas((1, 2), (True, False), 3)))
+                        output.canvas.append(
+                            (row, 7, Canvas((1, 2), (True, False), 3, None, (0.75, 0.5)))
+                        )
             output.counts.append(count)
             if finish := self.finish(live, now):
                 output.finished.append((row, finish))

@@ -192,7 +192,12 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
             if self.mask_token_id is not None and row.spec.emit_canvas and reason is None:
                 tail = [ids[0] if ids else 0, self.mask_token_id]
                 step.canvas.add(
-                    row=index, block_start=8, token_ids=pack(tail), fixed=b"\1\0", denoise_step=3
+                    row=index,
+                    block_start=8,
+                    token_ids=pack(tail),
+                    fixed=b"\1\0",
+                    denoise_step=3,
+                    confidence=(0.75, 0.5),
                 )
             if reason is not None:
                 usage = pb.Usage(

@@ -139,6 +139,7 @@ async def test_logprobs_and_canvas_arrive() -> None:
         assert answers[0].canvas.block_start == 7
         assert unpack(answers[0].canvas.token_ids) == [1, 2]
         assert answers[0].canvas.fixed == b"\x01\x00"
+        assert list(answers[0].canvas.confidence) == [0.75, 0.5]
 
 
 async def test_large_prompt_within_the_limit_and_one_beyond_it() -> None:

@@ -246,4 +246,5 @@ async def test_canvas_events(tmp_path: Path) -> None:
         deltas = [d async for d in client.generate_stream("ab", chosen, options)]
     shown = next(delta.canvas for delta in deltas if delta.canvas is not None)
     assert (shown.block, shown.step, list(shown.fixed)) == (2, 3, [True, False])
+    assert list(shown.confidence) == [0.75, 0.5]
     assert shown.text[1] == "\u2591"

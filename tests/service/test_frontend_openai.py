@@ -320,6 +320,7 @@ async def test_canvas_events_on_demand(tmp_path: Path) -> None:
     assert shown["canvas"]["block"] == 2
     assert shown["canvas"]["text"][1] == "\u2591"
     assert shown["canvas"]["fixed"] == [True, False]
+    assert shown["canvas"]["confidence"] == [0.75, 0.5]
 
 
 async def test_models_tokenize_and_version(tmp_path: Path) -> None:

@@ -460,18 +460,20 @@ class Timings(_message.Message):
     def __init__(self, arrival_unix_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ...) -> None: ...
 
 class CanvasRow(_message.Message):
-    __slots__ = ("row", "block_start", "token_ids", "fixed", "denoise_step")
+    __slots__ = ("row", "block_start", "token_ids", "fixed", "denoise_step", "confidence")
     ROW_FIELD_NUMBER: _ClassVar[int]
     BLOCK_START_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FIXED_FIELD_NUMBER: _ClassVar[int]
     DENOISE_STEP_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
     row: int
     block_start: int
     token_ids: bytes
     fixed: bytes
     denoise_step: int
-    def __init__(self, row: _Optional[int] = ..., block_start: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., fixed: _Optional[bytes] = ..., denoise_step: _Optional[int] = ...) -> None: ...
+    confidence: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, row: _Optional[int] = ..., block_start: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., fixed: _Optional[bytes] = ..., denoise_step: _Optional[int] = ..., confidence: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("handle", "code", "message", "reason", "param", "retriable", "retry_after_ms", "metadata")

@@ -169,20 +169,22 @@ class TextLogprob(_message.Message):
     def __init__(self, token: _Optional[str] = ..., logprob: _Optional[float] = ..., token_bytes: _Optional[bytes] = ..., token_id: _Optional[int] = ...) -> None: ...
 
 class CanvasEvent(_message.Message):
-    __slots__ = ("index", "block", "step", "token_ids", "fixed", "text")
+    __slots__ = ("index", "block", "step", "token_ids", "fixed", "text", "confidence")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FIXED_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
     index: int
     block: int
     step: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     fixed: _containers.RepeatedScalarFieldContainer[bool]
     text: str
-    def __init__(self, index: _Optional[int] = ..., block: _Optional[int] = ..., step: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., fixed: _Optional[_Iterable[bool]] = ..., text: _Optional[str] = ...) -> None: ...
+    confidence: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, index: _Optional[int] = ..., block: _Optional[int] = ..., step: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., fixed: _Optional[_Iterable[bool]] = ..., text: _Optional[str] = ..., confidence: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "parts", "name", "tool_calls", "tool_call_id", "reasoning")
