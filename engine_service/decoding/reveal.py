@@ -30,11 +30,11 @@ class RevealTables:
     """Device half: every line is a row, with one more for padding. Single writer.
 
     `_rules` [R, 7] int64: order, count, steps, max_parallel, origin, block length, most steps of
-    editing alone. `_limits` [R, 5] float64: threshold, low_threshold, factor, entropy_bound,
-    edit_threshold (infinite: none). `_progress` [R, 3] int64: decisions taken, the start of the
-    block that they were taken in, and how many of them found no mask. `_adapted` [R] float64: the
-    adaptive rule's threshold, which starts anew with every block: +0.05 after a step that took more
-    than 0.7 of the masks, -0.05 after one that took less than 0.3, always in [0.1, 0.9].
+    editing alone. `_limits` [R, 6] float64: threshold, low_threshold, factor, entropy_bound,
+    edit_threshold (infinite: none), alg_temp. `_progress` [R, 3] int64: decisions taken, the start
+    of the block that they were taken in, and how many of them found no mask. `_adapted` [R]
+    float64: the adaptive rule's threshold, which starts anew with every block: +0.05 after a step
+    that took more than 0.7 of the masks, -0.05 after one that took less than 0.3, in [0.1, 0.9].
     """
 
     def __init__(self, max_rows: int, device: torch.device, *, mask_token_id: int) -> None:
@@ -42,7 +42,7 @@ class RevealTables:
         self._mask_token_id = mask_token_id
         self._rules = torch.zeros((lines, 7), dtype=torch.int64, device=device)
         self._rules[:, [2, 5]] = 1
-        self._limits = torch.zeros((lines, 5), dtype=torch.float64, device=device)
+        self._limits = torch.zeros((lines, 6), dtype=torch.float64, device=device)
         self._limits[:, 4] = torch.inf
         self._progress = torch.zeros((lines, 3), dtype=torch.int64, device=device)
         self._adapted = torch.zeros(lines, dtype=torch.float64, device=device)
@@ -71,7 +71,8 @@ class RevealTables:
             schedule = (own.steps, own.max_parallel, origin, block, own.max_post_edit_steps)
             lines.append((rule.order, rule.count, *schedule, taken, start, 0))
             least = math.inf if own.edit_threshold is None else own.edit_threshold
-            limits.append((own.threshold, own.low_threshold, own.factor, own.entropy_bound, least))
+            bounds = (own.threshold, own.low_threshold, own.factor, own.entropy_bound)
+            limits.append((*bounds, least, own.alg_temp))
         where, whole, real = stage(
             [
                 np.array(rows, dtype=np.int64),
@@ -143,7 +144,7 @@ class RevealTables:
         """[N] bool: masked positions that fall. `place` are their rows and columns in a table of
         `width`, `progress` the decisions taken and the block's start."""
         terms = self._terms(batch, *progress)
-        measures = _measure(batch, choice, progress[0][place[0]], terms.order_R)
+        measures = _measure(batch, choice, progress[0][place[0]], terms)
         seen = _lay_out(measures, is_masked, place, (len(batch.span_rows), width))
         take_RB = reveal(seen, terms)
         self._adapted[batch.span_rows] = _adapt(terms.threshold_R, take_RB, seen.masked_RB)
@@ -161,7 +162,8 @@ class RevealTables:
 
     def _terms(self, batch: DecideBatch, taken: torch.Tensor, start: torch.Tensor) -> Terms:
         order, count, steps, max_parallel, _, block, _ = self._rules[batch.span_rows].unbind(1)
-        threshold, low_threshold, factor, bound, _ = self._limits[batch.span_rows].unbind(1)
+        limits = self._limits[batch.span_rows].unbind(1)
+        threshold, low_threshold, factor, bound, _, alg_temp = limits
         adapted = torch.where(taken == 0, _ADAPTIVE_START, self._adapted[batch.span_rows])
         prompt_lens = batch.tables.prompt_lens[batch.span_rows]
         return Terms(
@@ -175,6 +177,7 @@ class RevealTables:
             low_threshold_R=low_threshold,
             factor_R=factor,
             entropy_bound_R=bound,
+            alg_temp_R=alg_temp,
         )
 
 
@@ -187,9 +190,7 @@ def _adapt(
     return (threshold_R + move).clamp(_ADAPTIVE_LOW, _ADAPTIVE_HIGH)
 
 
-def _measure(
-    batch: DecideBatch, choice: Choice, draws: torch.Tensor, order_R: torch.Tensor
-) -> torch.Tensor:
+def _measure(batch: DecideBatch, choice: Choice, draws: torch.Tensor, terms: Terms) -> torch.Tensor:
     """[4, N] confidence, margin, negative entropy and a random number of every position; anything
     where no row is ordered by it.
 
@@ -197,12 +198,14 @@ def _measure(
     them gives what the choice did not.
     """
     probs = choice.probs
-    margin = negative_entropy = random = probs
-    found = present(order_R, Order)
+    margin = negative_entropy = probs
+    random = torch.full_like(probs, 0.5)
+    found = present(terms.order_R, Order)
     if found & {Order.MARGIN, Order.NEGATIVE_ENTROPY}:
         of_logits = confidence(choice.raw_NV, choice.banned_ids)
         margin, negative_entropy = of_logits.margin, -of_logits.entropy
-    if Order.UNIFORM in found:
+    # On CUDA every order is found, and nothing is looked at.
+    if Order.UNIFORM in found or bool((terms.alg_temp_R > 0).any()):
         keys = draw_keys(batch.tables.seeds[batch.rows], Purpose.REMASK, batch.positions, draws)
         first = torch.zeros(1, dtype=torch.int64, device=keys.device)
         random = uniform(keys, first, probs.dtype)[:, 0]

@@ -34,6 +34,8 @@ class RevealKnobs:
     """Most positions per step."""
     low_threshold: float = 0.4
     """Confidence above which the best position of every run of masks is revealed."""
+    alg_temp: float = 0.0
+    """Temperature of the choice of positions (Dream's); 0: the best ones."""
     edit_threshold: float | None = None
     """Probability above which another token takes the place of a revealed one; None: never."""
     max_post_edit_steps: int = 16
@@ -84,6 +86,7 @@ def read_knobs(knobs: dict[str, Any], *, max_steps: int) -> RevealKnobs:
             "max_parallel", knobs.get("max_parallel", 8), low=1, high=MAX_PARALLEL
         ),
         low_threshold=read_number("low_threshold", low_threshold, low=0.0, high=threshold),
+        alg_temp=read_number("alg_temp", knobs.get("alg_temp", 0.0), low=0.0),
         **_read_editing(knobs),
     )
 

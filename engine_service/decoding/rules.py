@@ -72,9 +72,9 @@ RULES = {
     "low_confidence_dynamic": Rule(Order.CONFIDENCE, Count.DYNAMIC, ("threshold", "steps")),
     "sequential": Rule(Order.FROM_THE_LEFT, Count.SCHEDULE, ("steps",)),
     "random": Rule(Order.UNIFORM, Count.SCHEDULE, ("steps",)),
-    "maskgit_plus": Rule(Order.CONFIDENCE, Count.DREAM_SCHEDULE, ("steps",)),
-    "topk_margin": Rule(Order.MARGIN, Count.DREAM_SCHEDULE, ("steps",)),
-    "entropy": Rule(Order.NEGATIVE_ENTROPY, Count.DREAM_SCHEDULE, ("steps",)),
+    "maskgit_plus": Rule(Order.CONFIDENCE, Count.DREAM_SCHEDULE, ("steps", "alg_temp")),
+    "topk_margin": Rule(Order.MARGIN, Count.DREAM_SCHEDULE, ("steps", "alg_temp")),
+    "entropy": Rule(Order.NEGATIVE_ENTROPY, Count.DREAM_SCHEDULE, ("steps", "alg_temp")),
     "origin": Rule(Order.UNIFORM, Count.COINS, ("steps",)),
     "adaptive": Rule(Order.CONFIDENCE, Count.AT_MOST, ("max_parallel",)),
     "prefix": Rule(Order.FROM_THE_LEFT, Count.PREFIX, ("threshold",)),
@@ -106,7 +106,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Each row's rule and numbers, [R] each; int64, the last four float64."""
+    """Each row's rule and numbers, [R] each; int64, the last five float64."""
 
     order_R: torch.Tensor
     count_R: torch.Tensor
@@ -120,6 +120,8 @@ class Terms:
     low_threshold_R: torch.Tensor
     factor_R: torch.Tensor
     entropy_bound_R: torch.Tensor
+    alg_temp_R: torch.Tensor
+    """Above 0 positions are drawn by softmax(measure / alg_temp) without replacement."""
 
 
 def present(codes_R: torch.Tensor, kinds: type[IntEnum]) -> set[int]:
@@ -134,11 +136,20 @@ def reveal(seen: Evidence, terms: Terms) -> torch.Tensor:
     num_rows, block = masked.shape
     row = torch.arange(num_rows, device=masked.device)
     place = torch.arange(block, device=masked.device).expand(num_rows, -1)
-    score = _scores(seen, terms, place)[terms.order_R, row].masked_fill(~masked, -torch.inf)
+    score = _scores(seen, terms, place)[terms.order_R, row]
+    score = _tempered(score, seen, terms.alg_temp_R).masked_fill(~masked, -torch.inf)
     ranked = score.argsort(dim=1, descending=True, stable=True)
     count = _counts(seen, terms, ranked)[terms.count_R, row]
     rank = torch.empty_like(ranked).scatter_(1, ranked, place)
     return masked & (rank < count[:, None])
+
+
+def _tempered(score_RB: torch.Tensor, seen: Evidence, alg_temp_R: torch.Tensor) -> torch.Tensor:
+    """Scores whose order is a draw where the temperature is above 0: Gumbel-top-k (Kool et al.
+    2019, arXiv 1903.06059)."""
+    warm = alg_temp_R[:, None] > 0
+    noise = -(-seen.uniform_RB.log()).log()
+    return torch.where(warm, score_RB / torch.where(warm, alg_temp_R[:, None], 1) + noise, score_RB)
 
 
 def _splits(seen: Evidence, terms: Terms) -> torch.Tensor:

@@ -102,6 +102,7 @@ def with_defaults(knobs: dict[str, Any], block: int) -> dict[str, Any]:
         "factor": 1.0,
         "entropy_bound": 0.1,
         "max_parallel": 8,
+        "alg_temp": 0.0,
         **knobs,
     }
     whole["steps"] = int(whole["steps"])
@@ -121,6 +122,7 @@ def random_knobs(
         "factor": rng.choice([0.01, 0.5, 1.0, 2.0]),
         "entropy_bound": rng.choice([0.001, 0.5, 2.0, 50.0]),
         "max_parallel": rng.randint(1, block),
+        "alg_temp": 0.0 if rules is GREEDY_RULES else rng.choice([0.0, 0.2, 1.0]),
         "low_threshold": rng.choice([0.0, 0.2, threshold]) if threshold >= 0.2 else threshold,
     }
     return {"remasking": rule, **{name: values[name] for name in READS[rule]}}

@@ -22,9 +22,9 @@ READS = {
     "low_confidence_dynamic": ("threshold", "steps"),
     "sequential": ("steps",),
     "random": ("steps",),
-    "maskgit_plus": ("steps",),
-    "topk_margin": ("steps",),
-    "entropy": ("steps",),
+    "maskgit_plus": ("steps", "alg_temp"),
+    "topk_margin": ("steps", "alg_temp"),
+    "entropy": ("steps", "alg_temp"),
     "origin": ("steps",),
     "adaptive": ("max_parallel",),
     "prefix": ("threshold",),
@@ -124,6 +124,10 @@ def _dream(shown: Shown, step: int, knobs: dict[str, Any]) -> list[int]:
         "topk_margin": shown.margin,
         "entropy": [-e for e in shown.entropy],
     }[knobs["remasking"]]
+    warmth = knobs["alg_temp"]
+    if warmth > 0:
+        noise = [-math.log(-math.log(u)) for u in shown.uniform]
+        measure = [m / warmth + n for m, n in zip(measure, noise, strict=True)]
     return _descending(measure)[:count]
 
 

@@ -31,6 +31,7 @@ GOOD = {
     "entropy_bound": 0.2,
     "max_parallel": 2,
     "low_threshold": 0.3,
+    "alg_temp": 0.4,
 }
 
 
@@ -65,6 +66,7 @@ BAD = [
     ({"remasking": "adaptive", "max_parallel": 1.5}, "max_parallel", "whole"),
     ({"remasking": "origin", "steps": 0}, "steps", r"\[1, 4\]"),
     ({"remasking": "random", "steps": 5}, "steps", r"\[1, 4\]"),
+    ({"remasking": "entropy", "alg_temp": -0.1}, "alg_temp", "at least 0"),
     ({"remasking": "hierarchical", "low_threshold": -1}, "low_threshold", r"\[0, 0.9\]"),
     (
         {"remasking": "hierarchical", "threshold": 0.5, "low_threshold": 0.6},
