@@ -185,6 +185,7 @@ def _make_strategies(traits: Any) -> list[DecodeStrategy]:
             mask_block=traits.mask_block,
             mask_token_id=traits.mask_token_id,
             logits_shift=traits.logits_shift,
+            eos_token_ids=traits.eos_token_ids,
         )
         for name in traits.methods
     ]

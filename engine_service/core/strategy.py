@@ -82,7 +82,12 @@ class DecodeStrategy(ABC):
     @classmethod
     @abstractmethod
     def for_model(
-        cls, *, mask_block: int, mask_token_id: int | None, logits_shift: int
+        cls,
+        *,
+        mask_block: int,
+        mask_token_id: int | None,
+        logits_shift: int,
+        eos_token_ids: tuple[int, ...] = (),
     ) -> DecodeStrategy:
         """The method as a model with these traits runs it; raises Unsupported if it cannot."""
 

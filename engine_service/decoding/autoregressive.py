@@ -36,7 +36,12 @@ class Autoregressive(DecodeStrategy):
 
     @classmethod
     def for_model(
-        cls, *, mask_block: int, mask_token_id: int | None, logits_shift: int
+        cls,
+        *,
+        mask_block: int,
+        mask_token_id: int | None,
+        logits_shift: int,
+        eos_token_ids: tuple[int, ...] = (),
     ) -> Autoregressive:
         """Any model with a next-token head can do it."""
         return cls()

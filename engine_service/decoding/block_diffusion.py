@@ -31,20 +31,38 @@ class BlockDiffusion(DecodeStrategy):
     Params = RevealKnobs
     supports = frozenset({"logprobs", "min_tokens", "logit_bias", "canvas", "pinned"})
 
-    def __init__(self, *, block: int, mask_token_id: int, logits_shift: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        block: int,
+        mask_token_id: int,
+        logits_shift: int = 0,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
         self.mask_block = self.max_decide = block
         self.min_tokens_per_step = block + logits_shift
         self._mask_token_id = mask_token_id
         self._shift = logits_shift
+        self._eos_token_ids = eos_token_ids
 
     @classmethod
     def for_model(
-        cls, *, mask_block: int, mask_token_id: int | None, logits_shift: int
+        cls,
+        *,
+        mask_block: int,
+        mask_token_id: int | None,
+        logits_shift: int,
+        eos_token_ids: tuple[int, ...] = (),
     ) -> BlockDiffusion:
         """Raises Unsupported for a model without a mask token."""
         if mask_token_id is None:
             raise Unsupported(f"{cls.name} needs a model with a mask token", param="method")
-        return cls(block=mask_block, mask_token_id=mask_token_id, logits_shift=logits_shift)
+        return cls(
+            block=mask_block,
+            mask_token_id=mask_token_id,
+            logits_shift=logits_shift,
+            eos_token_ids=eos_token_ids,
+        )
 
     def with_defaults(self, defaults: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
         """Leaves out defaults of other rules."""
@@ -95,7 +113,9 @@ class BlockDiffusion(DecodeStrategy):
 
     def bind(self, max_rows: int, device: Any) -> None:
         """What the rules need per row."""
-        self._tables = RevealTables(max_rows, device, mask_token_id=self._mask_token_id)
+        self._tables = RevealTables(
+            max_rows, device, mask_token_id=self._mask_token_id, eos_token_ids=self._eos_token_ids
+        )
 
     def admit(self, rows: list[NewRow]) -> None:
         """Writes knobs, and the step counter that a preempted request left with."""

@@ -65,13 +65,21 @@ class FullCanvas(DecodeStrategy):
     mask_block = FULL
     default_max_tokens = _DEFAULT_ANSWER
 
-    def __init__(self, *, mask_token_id: int, logits_shift: int) -> None:
+    def __init__(
+        self, *, mask_token_id: int, logits_shift: int, eos_token_ids: tuple[int, ...] = ()
+    ) -> None:
         self._mask_token_id = mask_token_id
         self._shift = logits_shift
+        self._eos_token_ids = eos_token_ids
 
     @classmethod
     def for_model(
-        cls, *, mask_block: int, mask_token_id: int | None, logits_shift: int
+        cls,
+        *,
+        mask_block: int,
+        mask_token_id: int | None,
+        logits_shift: int,
+        eos_token_ids: tuple[int, ...] = (),
     ) -> FullCanvas:
         """Raises Unsupported for a model without a mask token, or one that does not see all."""
         if mask_token_id is None or mask_block < FULL:
@@ -79,7 +87,9 @@ class FullCanvas(DecodeStrategy):
                 f"{cls.name} needs a model with a mask token whose positions all see each other",
                 param="method",
             )
-        return cls(mask_token_id=mask_token_id, logits_shift=logits_shift)
+        return cls(
+            mask_token_id=mask_token_id, logits_shift=logits_shift, eos_token_ids=eos_token_ids
+        )
 
     def with_defaults(self, defaults: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
         """Leaves out defaults of other rules."""
@@ -178,7 +188,9 @@ class FullCanvas(DecodeStrategy):
 
     def bind(self, max_rows: int, device: Any) -> None:
         """Tables of the rows' rules; the columns of a decision are as many as the longest block."""
-        self._reveal = RevealTables(max_rows, device, mask_token_id=self._mask_token_id)
+        self._reveal = RevealTables(
+            max_rows, device, mask_token_id=self._mask_token_id, eos_token_ids=self._eos_token_ids
+        )
         self._blocks = [1] * (max_rows + 1)
 
     def admit(self, rows: list[NewRow]) -> None:

@@ -48,6 +48,13 @@ def read_whole(name: str, value: Any, *, low: int, high: int) -> int:
     return int(value)
 
 
+def read_flag(name: str, value: Any) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise wrong_knob(name, value, "true or false")
+    return value
+
+
 def read_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     """One of `choices`."""
     if not (isinstance(value, str) and value in choices):

@@ -22,6 +22,8 @@ from engine_service.sampling.sampler import Choice, choose, token_logprobs
 from engine_service.staging import stage
 
 _ADAPTIVE_START, _ADAPTIVE_STEP, _ADAPTIVE_LOW, _ADAPTIVE_HIGH = 0.3, 0.05, 0.1, 0.9
+_NUM_SURE, _LAST = 3, -1e9
+"""Measures of how sure a choice is, and what is below all of them."""
 _MANY, _FEW = 0.7, 0.3
 """Shares of the masks that the adaptive rule took, beyond which its threshold moves."""
 
@@ -29,18 +31,27 @@ _MANY, _FEW = 0.7, 0.3
 class RevealTables:
     """Device half: every line is a row, with one more for padding. Single writer.
 
-    `_rules` [R, 7] int64: order, count, steps, max_parallel, origin, block length, most steps of
-    editing alone. `_limits` [R, 6] float64: threshold, low_threshold, factor, entropy_bound,
-    edit_threshold (infinite: none), alg_temp. `_progress` [R, 3] int64: decisions taken, the start
-    of the block that they were taken in, and how many of them found no mask. `_adapted` [R]
-    float64: the adaptive rule's threshold, which starts anew with every block: +0.05 after a step
-    that took more than 0.7 of the masks, -0.05 after one that took less than 0.3, in [0.1, 0.9].
+    `_rules` [R, 8] int64: order, count, steps, max_parallel, origin, block length, most steps of
+    editing alone, whether ends come last. `_limits` [R, 6] float64: threshold, low_threshold,
+    factor, entropy_bound, edit_threshold (infinite: none), alg_temp. `_progress` [R, 3] int64:
+    decisions taken, the start of the block that they were taken in, and how many of them found no
+    mask. `_adapted` [R] float64: the adaptive rule's threshold, which starts anew with every block:
+    +0.05 after a step that took more than 0.7 of the masks, -0.05 after one that took less than
+    0.3, in [0.1, 0.9].
     """
 
-    def __init__(self, max_rows: int, device: torch.device, *, mask_token_id: int) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        device: torch.device,
+        *,
+        mask_token_id: int,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
         lines = max_rows + 1
         self._mask_token_id = mask_token_id
-        self._rules = torch.zeros((lines, 7), dtype=torch.int64, device=device)
+        self._eos_token_ids = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
+        self._rules = torch.zeros((lines, 8), dtype=torch.int64, device=device)
         self._rules[:, [2, 5]] = 1
         self._limits = torch.zeros((lines, 6), dtype=torch.float64, device=device)
         self._limits[:, 4] = torch.inf
@@ -69,7 +80,8 @@ class RevealTables:
             rule = RULES[own.remasking]
             assert not (taken and remembers(own)), f"{own.remasking} cannot be taken up half way"
             schedule = (own.steps, own.max_parallel, origin, block, own.max_post_edit_steps)
-            lines.append((rule.order, rule.count, *schedule, taken, start, 0))
+            progress = (taken, start, 0)
+            lines.append((rule.order, rule.count, *schedule, own.eos_last, *progress))
             least = math.inf if own.edit_threshold is None else own.edit_threshold
             bounds = (own.threshold, own.low_threshold, own.factor, own.entropy_bound)
             limits.append((*bounds, least, own.alg_temp))
@@ -81,8 +93,8 @@ class RevealTables:
             ],
             self._rules.device,
         )
-        self._rules[where] = whole[:, :7]
-        self._progress[where] = whole[:, 7:]
+        self._rules[where] = whole[:, :8]
+        self._progress[where] = whole[:, 8:]
         self._limits[where] = real
 
     def decide(self, batch: DecideBatch, *, width: int) -> DecideResult:
@@ -145,6 +157,9 @@ class RevealTables:
         `width`, `progress` the decisions taken and the block's start."""
         terms = self._terms(batch, *progress)
         measures = _measure(batch, choice, progress[0][place[0]], terms)
+        ends = (choice.token_ids[:, None] == self._eos_token_ids).any(dim=1)
+        comes_last = ends & self._rules[batch.rows, 7].bool()
+        measures[:_NUM_SURE].masked_fill_(comes_last, _LAST)
         seen = _lay_out(measures, is_masked, place, (len(batch.span_rows), width))
         take_RB = reveal(seen, terms)
         self._adapted[batch.span_rows] = _adapt(terms.threshold_R, take_RB, seen.masked_RB)
@@ -161,7 +176,7 @@ class RevealTables:
         return torch.where(progress[:, 1] == start, progress[:, 0], 0), start
 
     def _terms(self, batch: DecideBatch, taken: torch.Tensor, start: torch.Tensor) -> Terms:
-        order, count, steps, max_parallel, _, block, _ = self._rules[batch.span_rows].unbind(1)
+        order, count, steps, max_parallel, _, block, _, _ = self._rules[batch.span_rows].unbind(1)
         limits = self._limits[batch.span_rows].unbind(1)
         threshold, low_threshold, factor, bound, _, alg_temp = limits
         adapted = torch.where(taken == 0, _ADAPTIVE_START, self._adapted[batch.span_rows])

@@ -8,7 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from engine_service.decoding.knobs import read_choice, read_number, read_whole, wrong_knob
+from engine_service.decoding.knobs import (
+    read_choice,
+    read_flag,
+    read_number,
+    read_whole,
+    wrong_knob,
+)
 from engine_service.decoding.rules import RULES, Count
 from tidemill.runtime.errors import InvalidRequest
 
@@ -36,13 +42,16 @@ class RevealKnobs:
     """Confidence above which the best position of every run of masks is revealed."""
     alg_temp: float = 0.0
     """Temperature of the choice of positions (Dream's); 0: the best ones."""
+    eos_last: bool = False
+    """A position whose choice ends the answer falls when no other is left, except under rules that
+    go by chance or from the left (LLaDA's confidence_eos_eot_inf)."""
     edit_threshold: float | None = None
     """Probability above which another token takes the place of a revealed one; None: never."""
     max_post_edit_steps: int = 16
     """Steps that edit on when no mask is left; fewer, as soon as nothing changes."""
 
 
-_OF_ALL = {"remasking", "edit_threshold", "max_post_edit_steps"}
+_OF_ALL = {"remasking", "eos_last", "edit_threshold", "max_post_edit_steps"}
 _OF_RULES = frozenset(field.name for field in fields(RevealKnobs)) - _OF_ALL
 
 
@@ -87,6 +96,7 @@ def read_knobs(knobs: dict[str, Any], *, max_steps: int) -> RevealKnobs:
         ),
         low_threshold=read_number("low_threshold", low_threshold, low=0.0, high=threshold),
         alg_temp=read_number("alg_temp", knobs.get("alg_temp", 0.0), low=0.0),
+        eos_last=read_flag("eos_last", knobs.get("eos_last", False)),
         **_read_editing(knobs),
     )
 
