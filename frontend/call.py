@@ -77,7 +77,8 @@ class Call:
             self._release(live, abort)
 
     def add_tokens(self, index: int, token_ids: Sequence[int]) -> None:
-        """Committed tokens, behind those already there. May end the request (SLOW_READER)."""
+        """Committed tokens, behind those already there; a canvas that was not read is old news now.
+        May end the request (SLOW_READER)."""
         if self._num_unread_bytes > MAX_UNREAD_BYTES:
             self.close()
             self.fail(
@@ -89,7 +90,9 @@ class Call:
             )
             return
         self._num_unread_bytes += _BYTES_PER_TOKEN * len(token_ids)
-        self._delta(index).token_ids.extend(token_ids)
+        delta = self._delta(index)
+        delta.token_ids.extend(token_ids)
+        delta.canvas = None
 
     def add_logprobs(self, index: int, entries: list[TokenLogprobs]) -> None:
         """One entry per committed token."""

@@ -42,6 +42,20 @@ async def test_unread_steps_merge_into_one_delta_per_sequence() -> None:
     assert second.canvas.step == 2
 
 
+async def test_a_canvas_that_tokens_have_overtaken_is_dropped() -> None:
+    """It says what follows the tokens before it: behind newer ones it would stand too far right."""
+    call = Wire().call(7)
+    call.show_canvas(0, Canvas(8, (1, 2), (True, False), 1))
+    call.add_tokens(0, [1])
+    (overtaken,) = await call.read()
+    assert (overtaken.token_ids, overtaken.canvas) == ([1], None)
+    call.add_tokens(0, [2])
+    call.show_canvas(0, Canvas(10, (3,), (False,), 2))
+    (of_one_step,) = await call.read()
+    assert of_one_step.canvas is not None
+    assert of_one_step.canvas.block_start == 10
+
+
 async def test_reading_waits_for_news() -> None:
     call = Wire().call(1)
     reading = asyncio.create_task(call.read())
