@@ -19,7 +19,7 @@ from engine_service.decoding.reveal_knobs import (
     remembers,
     with_defaults,
 )
-from engine_service.decoding.tail import merge
+from engine_service.decoding.tail import masks, merge
 from engine_service.sampling.batch import DecideBatch, DecideResult
 from tidemill.runtime.errors import Unsupported
 
@@ -75,7 +75,7 @@ class BlockDiffusion(DecodeStrategy):
 
     def begin(self, committed_len: int, params: Any, max_len: int) -> Canvas:
         """Masks up to the next border; a whole block if the prompt ends on one."""
-        return self._masks(self.mask_block - committed_len % self.mask_block)
+        return masks(self._mask_token_id, self.mask_block - committed_len % self.mask_block)
 
     def plan(self, view: View, budget: Budget) -> Span | None:
         """As every method that caches what it commits. With shifted logits a span whose own first
@@ -91,7 +91,7 @@ class BlockDiffusion(DecodeStrategy):
         if not remembers(view.params):
             return view.committed_len, view.canvas
         start = max(view.prompt_len, self.max_cached(view.committed_len))
-        return start, self._masks(self.mask_block - start % self.mask_block)
+        return start, masks(self._mask_token_id, self.mask_block - start % self.mask_block)
 
     def max_cached(self, committed_len: int) -> int:
         """Whole blocks only: the open block sees itself, so its KV is not final."""
@@ -106,7 +106,7 @@ class BlockDiffusion(DecodeStrategy):
         tail = merge(committed_len, canvas, span, decision)
         num_cached = committed_len + len(tail.token_ids) - self.mask_block
         if tail.num_final == len(tail.token_ids):
-            opened = self._masks(self.mask_block)
+            opened = masks(self._mask_token_id, self.mask_block)
             return Update(tail.committed, tail.committed_logprobs, num_cached, opened)
         rest = tail.rest(canvas.step + 1)
         return Update(tail.committed, tail.committed_logprobs, num_cached, rest)
@@ -131,6 +131,3 @@ class BlockDiffusion(DecodeStrategy):
     def decide(self, batch: DecideBatch) -> DecideResult:
         """Chooses a token for every open position and reveals what each row's rule says."""
         return self._tables.decide(batch, width=self.mask_block)
-
-    def _masks(self, count: int) -> Canvas:
-        return Canvas((self._mask_token_id,) * count, (False,) * count)

@@ -21,7 +21,7 @@ from engine_service.decoding.reveal_knobs import (
     remembers,
     with_defaults,
 )
-from engine_service.decoding.tail import merge
+from engine_service.decoding.tail import masks, merge
 from engine_service.sampling.batch import DecideBatch, DecideResult
 from tidemill.runtime.errors import Unsupported
 
@@ -135,8 +135,7 @@ class FullCanvas(DecodeStrategy):
 
     def begin(self, committed_len: int, params: Any, max_len: int) -> Canvas:
         """Masks for the whole answer."""
-        size = max_len - committed_len
-        return Canvas((self._mask_token_id,) * size, (False,) * size)
+        return masks(self._mask_token_id, max_len - committed_len)
 
     def max_cached(self, committed_len: int) -> int:
         """Nothing: what a position computes depends on the whole canvas."""
@@ -172,7 +171,7 @@ class FullCanvas(DecodeStrategy):
         opened = view.committed_len + canvas.fixed.index(False)
         start, stop = _block_of(opened, view.prompt_len, end, view.params)
         behind = stop - view.committed_len
-        masked = self.begin(start, view.params, stop)
+        masked = masks(self._mask_token_id, stop - start)
         return start, Canvas(
             masked.token_ids + canvas.token_ids[behind:], masked.fixed + canvas.fixed[behind:]
         )

@@ -1,10 +1,15 @@
-"""What a decision makes of a canvas: plain tuples on the host. It knows no method."""
+"""Canvases on the host: how one begins, and what a decision makes of it. It knows no method."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from engine_service.core.step import Canvas, Decision, Span, TokenLogprobs
+
+
+def masks(mask_token_id: int, count: int) -> Canvas:
+    """A canvas of which nothing is decided."""
+    return Canvas((mask_token_id,) * count, (False,) * count)
 
 
 class Tail(NamedTuple):
