@@ -44,6 +44,9 @@ class EngineConfig:
     """Query tokens per step; default 1024 on CPU, 8192 on CUDA."""
     logit_budget: int | None = None
     """Rows of logits per step; default: max_rows times the largest decision of a method."""
+    canvas_budget: int | None = None
+    """Query tokens per step of full-canvas requests that are computed whole (the refreshes of their
+    caches), so that those which only step are not held up; default half of token_budget."""
     prefix_caching: bool = True
     """Reuse the KV of equal prompt prefixes."""
     max_queued_requests: int = 1024

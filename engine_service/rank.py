@@ -73,6 +73,7 @@ def compose(config: EngineConfig, report: Report) -> Engine:
             max_rows=facts.max_rows,
             token_budget=resolved.token_budget,
             logit_budget=resolved.logit_budget,
+            canvas_budget=resolved.canvas_budget,
             max_queued_requests=config.max_queued_requests,
             age_bound_s=config.age_bound_s,
         ),

@@ -43,6 +43,8 @@ class ResolvedConfig:
     """Positions per row: max_model_len rounded up to whole pages and whole mask blocks."""
     token_budget: int
     """Query tokens per step."""
+    canvas_budget: int
+    """Query tokens per step of canvases that are computed whole."""
     logit_budget: int
     """Rows of logits per step."""
     logit_chunk: int
@@ -96,10 +98,19 @@ def resolve(config: EngineConfig, traits: ModelTraits, device: torch.device) -> 
         max_model_len=max_model_len,
         table_width=-(-max_model_len // unit) * unit,
         token_budget=token_budget,
+        canvas_budget=_canvas_budget(config.canvas_budget, token_budget),
         logit_budget=logit_budget,
         logit_chunk=min(logit_budget, max(block, fitting)),
         reasons=tuple(reasons),
     )
+
+
+def _canvas_budget(chosen: int | None, token_budget: int) -> int:
+    """Half of a step, so that canvases computed whole leave room for those that only step."""
+    if chosen is None:
+        return max(1, token_budget // 2)
+    _require_at_least("canvas_budget", chosen, 1, "the last canvas of a step may overdraw it")
+    return chosen
 
 
 def _page_size(

@@ -253,6 +253,12 @@ class ToyExecutor:
 
     def _forward(self, span: Span) -> torch.Tensor:
         assert span.start < span.stop, f"empty span {span}"
+        assert not span.kept, "a toy keeps all keys or none"
+        if span.aside:
+            alone = span._replace(kv_len=span.stop)
+            token_ids = self.tables.sampling.tokens[span.row, : span.stop]
+            cache = self.model.new_cache(span.stop)
+            return self.model.forward(token_ids, alone, torch.arange(span.stop), cache)
         page_size, pages = self.limits.page_size, self.tables.pages[span.row]
         assert span.kv_len <= len(pages) * page_size, f"{span} reaches beyond its pages"
         slots = torch.tensor(

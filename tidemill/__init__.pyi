@@ -2,5 +2,6 @@ from tidemill.client import AsyncClient as AsyncClient
 from tidemill.client import Client as Client
 from tidemill.llm import LLM as LLM
 from tidemill.sampling_params import SamplingParams as SamplingParams
+from tidemill.sampling_params import SparseParams as SparseParams
 
 __version__: str

@@ -223,7 +223,7 @@ def _options(params: SamplingParams, options: CallOptions) -> Fields:
     return {
         "model": options.model,
         "sampling": {name: getattr(params, name) for name in _SCALARS},
-        "decoding": {"method": params.method or "", "params": params.method_params},
+        "decoding": {"method": params.method or "", "params": params.knobs},
         "stop": params.stop_strings,
         "stop_token_ids": params.stop_token_ids,
         "ignore_eos": params.ignore_eos,

@@ -7,6 +7,40 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SparseParams:
+    """The sparse cache of full-canvas models (LLaDA, Dream): an approximation that keeps a share of
+    the keys and values outside of the block that is being revealed.
+
+    Values are checked when the request is admitted. Models whose cache is exact refuse it.
+    """
+
+    enabled: bool = False
+    """False: dense attention over everything, and no KV pages."""
+    retention_ratio: float = 0.5
+    """Share of the positions outside of the block that are kept, in (0, 1]."""
+    delay_step: int = 1
+    """Whole steps of a block before the one that chooses what is kept."""
+    block_length: int | None = None
+    """Positions revealed together; None is the engine's default."""
+    head_select: bool = False
+    """Every key-value head keeps positions of its own."""
+    pool_kernel: int = 3
+    """Neighbours that scores are max-pooled over, an odd number; 1: none."""
+    refresh_interval: int | None = None
+    """Steps of a block after which it is chosen anew; None: once a block."""
+
+    @property
+    def method_params(self) -> dict[str, Any]:
+        """The same as knobs of the decoding method."""
+        of_cache = ("retention_ratio", "delay_step", "head_select", "pool_kernel")
+        named = ("block_length", "refresh_interval") if self.enabled else ("block_length",)
+        given = {name: getattr(self, name) for name in named if getattr(self, name) is not None}
+        if not self.enabled:
+            return {"cache": "none", **given}
+        return {"cache": "sparse", **{name: getattr(self, name) for name in of_cache}, **given}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Knobs of one prompt.
 
@@ -45,6 +79,17 @@ class SamplingParams:
     """Decoding method; None is the model's own."""
     method_params: dict[str, Any] = field(default_factory=dict)
     """Knobs of the method, for example {"threshold": 0.8} for block diffusion."""
+    sparse: SparseParams | None = None
+    """Knobs of a full canvas's cache; those in `method_params` come before them."""
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """All knobs of the method."""
+        return (
+            self.method_params
+            if self.sparse is None
+            else {**self.sparse.method_params, **self.method_params}
+        )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

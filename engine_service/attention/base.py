@@ -31,7 +31,7 @@ class AttentionBatch:
     span_of_token: torch.Tensor
     """[T] int64."""
     positions: torch.Tensor
-    """[T] int64: absolute position of every query."""
+    """[T] int64: position of every query among its row's keys."""
     kv_lens: torch.Tensor
     """[S] int32."""
     mask_block: torch.Tensor
@@ -62,6 +62,34 @@ class LayerCache:
 
     k: torch.Tensor
     v: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptKeys:
+    """Which spans aside keep keys, how they choose them and where they go; for all layers.
+
+    Shapes: S spans that keep keys, Q longest block, C most candidates, M most slots of a row.
+    """
+
+    caches: Sequence[LayerCache]
+    """Of the pages, by layer."""
+    queries: torch.Tensor
+    """[S, Q] int64: the blocks' queries among the tokens aside; anything behind a block's last."""
+    shares: torch.Tensor
+    """[S, Q] float32: 1 over the length of the block, 0 behind its last query."""
+    candidates: torch.Tensor
+    """[S, C] int64: slots where the keys to choose from lie, in order of position."""
+    num_candidates: torch.Tensor
+    """[S] int64."""
+    targets: torch.Tensor
+    """[S, M] int64: slots of the row's pages in order; the trash slot behind the last."""
+    num_kept: torch.Tensor
+    """[S] int64."""
+    by_head: torch.Tensor
+    """[S] bool: every key-value head has its own ranking."""
+    reach: torch.Tensor
+    """[S] int64: neighbours on either side that scores are max-pooled over."""
+    max_reach: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,22 +153,41 @@ class AttentionBackend(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStep:
-    """All that the attention layers of one step share; layer i stores into `caches[i]`."""
+    """All that the attention layers of one step share; layer i stores into `caches[i]`.
+
+    `aside` are tokens behind all others, over pages of their own.
+    """
 
     backend: AttentionBackend
     plans: Mapping[int | None, object]
     caches: Sequence[LayerCache]
     slots: torch.Tensor
     """[T] int64: where the step's keys and values go."""
+    aside: AsideStep | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsideStep:
+    """Tokens [first, ...) of a step: all layers share one cache, `kept` moves what is to stay."""
+
+    first: int
+    step: AttentionStep
+    kept: KeptKeys | None
 
 
 def plan_step(
     backend: AttentionBackend,
-    batch: AttentionBatch,
+    batch: AttentionBatch | None,
     *,
     windows: Iterable[int | None],
     caches: Sequence[LayerCache],
 ) -> AttentionStep:
-    """Plans each distinct sliding window once; `windows` is `ModelTraits.windows`."""
+    """Plans each distinct sliding window once; `windows` is `ModelTraits.windows`.
+
+    Without a batch there is nothing to attend for but what is aside.
+    """
+    if batch is None:
+        nothing = torch.empty(0, dtype=torch.int64)
+        return AttentionStep(backend=backend, plans={}, caches=caches, slots=nothing)
     plans = {window: backend.plan(batch, window=window) for window in set(windows)}
     return AttentionStep(backend=backend, plans=plans, caches=caches, slots=batch.slot_mapping)

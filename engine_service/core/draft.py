@@ -6,7 +6,7 @@ It does not decide anything; the planner adds and drops rows.
 from __future__ import annotations
 
 from engine_service.core.request import Request
-from engine_service.core.step import Span
+from engine_service.core.step import FULL, Span
 from engine_service.core.strategy import Budget
 
 
@@ -21,8 +21,8 @@ class StepDraft:
 
     __slots__ = ("budget", "first_pages", "newcomers", "num_idle", "requests", "spans")
 
-    def __init__(self, tokens: int, logits: int) -> None:
-        self.budget = Budget(tokens, logits)
+    def __init__(self, tokens: int, logits: int, canvases: int) -> None:
+        self.budget = Budget(tokens, logits, canvases)
         self.requests: list[Request] = []
         self.spans: list[Span] = []
         self.first_pages: dict[int, int] = {}
@@ -34,12 +34,14 @@ class StepDraft:
 
     def add(self, request: Request, span: Span) -> bool:
         """Takes the span's share out of the budget; False, and nothing is done, when it lacks."""
-        _, start, stop, _, _, first, last, _, _, _ = span
+        _, start, stop, _, block, first, last, _, _, _, _, _ = span
         budget = self.budget
         tokens = budget.tokens - stop + start
         logits = budget.logits - last + first
         if tokens < 0 or logits < 0:
             return False
+        if block == FULL and start == 0:
+            budget.canvases -= stop
         budget.tokens = tokens
         budget.logits = logits
         self.requests.append(request)
@@ -68,4 +70,5 @@ class StepDraft:
         span = self.spans.pop(index)
         request.in_flight -= 1
         self.budget.tokens += span.num_tokens
+        self.budget.canvases += span.num_tokens if span.is_whole else 0
         self.budget.logits += span.num_decided

@@ -76,5 +76,7 @@ class SchedulerLimits:
     max_rows: int
     token_budget: int
     logit_budget: int
+    canvas_budget: int
+    """Query tokens per step of canvases that are computed whole; the last one may overdraw it."""
     max_queued_requests: int
     age_bound_s: float

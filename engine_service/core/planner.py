@@ -74,7 +74,7 @@ class Planner:
         knows ahead of the decision, and nobody is preempted.
         """
         self._now = now
-        draft = StepDraft(self._limits.token_budget, self._limits.logit_budget)
+        draft = self._new_draft()
         if beside_step and self._waits_for_pages:
             return draft
         self._waits_for_pages = False
@@ -82,6 +82,10 @@ class Planner:
         if self._plan_running(draft, aged_before, beside_step) and self._free_rows:
             self._plan_waiting(draft, aged_before, now)
         return draft
+
+    def _new_draft(self) -> StepDraft:
+        limits = self._limits
+        return StepDraft(limits.token_budget, limits.logit_budget, limits.canvas_budget)
 
     def check_integrity(self, requests: dict[int, Request]) -> None:
         """Asserts the invariants of pages, rows and queue, given all live requests."""
@@ -193,7 +197,8 @@ class Planner:
         if match.waits_for is not None:
             return True
         request.num_cached = pages.adopt(table, match)
-        missing = pages.pages_for(len(tokens) + len(request.canvas.token_ids)) - len(match.pages)
+        room = request.strategy.room(request.view())
+        missing = pages.pages_for(room) - len(match.pages)
         request.row = self._free_rows[-1]
         fits = missing <= pages.num_free
         span = request.strategy.plan(request.view(), draft.budget) if fits else None

@@ -63,7 +63,7 @@ class Scheduler:
     @property
     def live_tokens(self) -> int:
         """Positions whose KV is in the pages, or is being computed. O(requests)."""
-        return sum(r.launched.stop for r in self._requests.values() if r.launched is not None)
+        return sum(r.launched.kv_len for r in self._requests.values() if r.launched is not None)
 
     def submit(self, submit: Submit) -> None:
         """Queues a sequence; raises the ServiceError that the caller is to get instead."""

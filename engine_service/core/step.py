@@ -29,6 +29,11 @@ class Span(NamedTuple):
     Logits are wanted for the tokens at [decide_start, decide_stop) (empty: nothing is decided)
     and for the known tokens at [score_start, score_stop) (prompt log-probabilities). Keys and
     values ahead of `store_from` are in the pages, others may read them: they are not stored again.
+
+    A span `aside` sees its own tokens alone, all of them, and stores them nowhere; `kv_len` is what
+    the row's pages are to hold. `kept` counts keys that were chosen out of the whole canvas: a span
+    aside chooses them anew and puts them into the row's first slots, another finds them there and
+    stores its own behind them, so that its queries see the kv_len first slots.
     """
 
     row: int
@@ -41,10 +46,18 @@ class Span(NamedTuple):
     score_start: int = 0
     score_stop: int = 0
     store_from: int = 0
+    kept: int = 0
+    aside: int = 0
+    """0 or 1."""
 
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it computes a whole canvas."""
+        return self.mask_block >= FULL and self.start == 0
 
     @property
     def num_decided(self) -> int:
@@ -52,7 +65,7 @@ class Span(NamedTuple):
 
 
 new_span: Callable[[tuple[int, ...]], Span] = partial(tuple.__new__, Span)
-"""A Span from its ten fields, for those who make hundreds a step: 0.15 instead of 0.4 us each."""
+"""A Span from all its fields, for those who make hundreds a step: 0.15 instead of 0.4 us each."""
 
 
 class TokenLogprobs(NamedTuple):

@@ -13,6 +13,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from engine_service.core.step import Canvas, Decision, NewRow, Span, StepPlan, Update
 
+NO_BOUND = 1 << 62
+"""More tokens than any step has."""
+
 
 class View(NamedTuple):
     """The frozen picture of a request that a strategy plans from."""
@@ -40,15 +43,34 @@ class Needs(NamedTuple):
 
 @dataclass(slots=True)
 class Budget:
-    """What is left of the step: query tokens and rows of logits. StepDraft counts it down; a
-    tuple made anew for every row would cost a tenth of the scheduler's time at 256 rows."""
+    """What is left of the step: query tokens, of them those of whole canvases, and rows of logits.
+
+    The last whole canvas may overdraw its share: one always makes progress. StepDraft counts it
+    down; a tuple made anew for every row would cost a tenth of the scheduler's time at 256 rows.
+    """
 
     tokens: int
     logits: int
+    canvases: int = NO_BOUND
 
     def allows(self, span: Span) -> bool:
         """Whether the span fits into what is left."""
-        return span.num_tokens <= self.tokens and span.num_decided <= self.logits
+        if span.num_tokens > self.tokens or span.num_decided > self.logits:
+            return False
+        return self.canvases > 0 or not span.is_whole
+
+
+class KeyChoice(NamedTuple):
+    """What keys are chosen by: how much the queries of a hole attend to those outside of it.
+
+    `by_head` ranks them for every key-value head by itself; scores are max-pooled over `pool`
+    neighbours, an odd number.
+    """
+
+    hole_start: int
+    hole_stop: int
+    by_head: bool
+    pool: int
 
 
 class DecodeStrategy(ABC):
@@ -177,6 +199,11 @@ class DecodeStrategy(ABC):
             view.row, start, stop, stop, 1, decide_start, decide_stop, score_start, score_stop
         )
 
+    def room(self, view: View) -> int:
+        """Positions of KV that all there is to compute now takes: so many are found before a
+        request starts, or it waits."""
+        return view.committed_len + len(view.canvas.token_ids)
+
     def advance(self, span: Span) -> Span | None:
         """The span that follows `span`, which decides something, whatever that will be. Pure.
 
@@ -191,6 +218,10 @@ class DecodeStrategy(ABC):
     ) -> Update:
         """Turns a decision into an update. Pure; `committed_len` and `canvas` are the request's
         before it, as they were when the span was planned."""
+
+    def choice_of(self, span: Span) -> KeyChoice:
+        """How a span aside chooses the `kept` keys. Of the device half: `admit` knew the row."""
+        raise NotImplementedError(f"{self.name} keeps no choice of keys")
 
     @abstractmethod
     def bind(self, max_rows: int, device: Any) -> None:

@@ -2,8 +2,7 @@
 
 Host half and device half of the method; it does not know requests, pages or models. The answer is
 as long as `max_tokens` from the start and is revealed block by block. Keys and values change with
-every token revealed, so they are never shared between requests; the caches are approximations
-within a block (Fast-dLLM, Wu et al. 2025, arXiv 2505.22618), and `none` is exact.
+every token revealed, so they are never shared between requests.
 """
 
 from __future__ import annotations
@@ -12,8 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from engine_service.core.step import FULL, Canvas, Decision, NewRow, Span, Update
-from engine_service.core.strategy import Budget, DecodeStrategy, Needs, View
-from engine_service.decoding.knobs import read_choice, read_whole, reject_unknown, wrong_knob
+from engine_service.core.strategy import Budget, DecodeStrategy, KeyChoice, Needs, View
+from engine_service.decoding.canvas_cache import (
+    KNOBS,
+    NO_CACHE,
+    CanvasCache,
+    read_cache,
+    without_other_caches,
+)
+from engine_service.decoding.knobs import read_whole, reject_unknown, wrong_knob
 from engine_service.decoding.reveal import RevealTables
 from engine_service.decoding.reveal_knobs import (
     RevealKnobs,
@@ -25,9 +31,6 @@ from engine_service.decoding.tail import masks, merge
 from engine_service.sampling.batch import DecideBatch, DecideResult
 from tidemill.runtime.errors import Unsupported
 
-CACHES = ("none", "prefix", "dual")
-"""What a step computes after the first one of a block: everything; the block and what follows it
-(keys and values ahead of it are kept); the block alone (all others are kept)."""
 DEFAULT_BLOCK = 32
 """Positions per block of requests that name none (Fast-dLLM's)."""
 _MOST = 1 << 20
@@ -43,9 +46,7 @@ class FullCanvasParams(RevealKnobs):
 
     block_length: int | None = None
     """None: DEFAULT_BLOCK, or the answer's length if that is less."""
-    cache: str = "none"
-    refresh_interval: int | None = None
-    """Steps of a block after which what the cache keeps is computed anew; None: once a block."""
+    cache: CanvasCache = NO_CACHE
 
     def block_of(self, answer_len: int) -> int:
         """Positions per block of an answer."""
@@ -53,7 +54,7 @@ class FullCanvasParams(RevealKnobs):
 
     def resumes(self) -> bool:
         """Whether a block can go on half way: nothing of how it went so far has to be known."""
-        return self.cache == "none" and not remembers(self)
+        return self.cache.is_exact and not remembers(self)
 
 
 class FullCanvas(DecodeStrategy):
@@ -92,25 +93,20 @@ class FullCanvas(DecodeStrategy):
         )
 
     def with_defaults(self, defaults: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-        """Leaves out defaults of other rules."""
-        return with_defaults(defaults, asked)
+        """Leaves out defaults of other rules and caches."""
+        return with_defaults(without_other_caches(defaults, asked), asked)
 
     def parse(self, knobs: dict[str, Any]) -> FullCanvasParams:
         """Checked knobs; what depends on the answer's length is checked by `needs`."""
-        reject_unknown(knobs, FullCanvasParams, self.name)
+        reject_unknown(knobs, FullCanvasParams, self.name, beside=KNOBS)
         rule = read_knobs(knobs, max_steps=_MOST)
-        block, refresh = (
-            None if knobs.get(name) is None else read_whole(name, knobs[name], low=1, high=_MOST)
-            for name in ("block_length", "refresh_interval")
-        )
-        cache = read_choice("cache", knobs.get("cache", "none"), CACHES)
-        if refresh is not None and cache == "none":
-            raise wrong_knob("refresh_interval", refresh, "left out with cache none")
+        block = knobs.get("block_length")
+        if block is not None:
+            block = read_whole("block_length", block, low=1, high=_MOST)
         return FullCanvasParams(
             **{**asdict(rule), "steps": rule.steps if "steps" in knobs else 0},
             block_length=block,
-            cache=cache,
-            refresh_interval=refresh,
+            cache=read_cache(knobs),
         )
 
     def needs(self, prompt_len: int, max_len: int, params: Any) -> Needs:
@@ -131,7 +127,7 @@ class FullCanvas(DecodeStrategy):
                 f"a multiple of the {blocks} blocks of {block} positions that max_tokens {answer} "
                 f"makes, from {blocks} to {blocks * block}",
             )
-        return Needs(max_len, block, max_len)
+        return Needs(max_len, block, params.cache.room(max_len, block + self._shift))
 
     def begin(self, committed_len: int, params: Any, max_len: int) -> Canvas:
         """Masks for the whole answer."""
@@ -142,24 +138,28 @@ class FullCanvas(DecodeStrategy):
         return 0
 
     def plan(self, view: View, budget: Budget) -> Span | None:
-        """Everything where keys and values are to be computed anew, else what the cache lacks.
-
-        A span takes in the query ahead of its block if the model's logits are shifted.
-        """
+        """Everything where keys and values are to be computed anew, else what the cache lacks."""
         canvas, params = view.canvas, view.params
         end = view.committed_len + len(canvas.token_ids)
         opened = view.committed_len + canvas.fixed.index(False)
-        block_start, block_stop = _block_of(opened, view.prompt_len, end, params)
-        last = block_stop - view.committed_len - 1
+        start, stop = _block_of(opened, view.prompt_len, end, params)
+        last = stop - view.committed_len - 1
         while canvas.fixed[last]:
             last -= 1
-        start, stop = 0, end
-        if not _is_stale(view):
-            start = block_start - self._shift
-            stop = block_stop if params.cache == "dual" else end
-        decide_stop = view.committed_len + last + 1
-        span = Span(view.row, start, stop, end, FULL, opened, decide_stop)
+        decided = (opened, view.committed_len + last + 1)
+        hole = (start - self._shift, stop)
+        is_stored = view.num_cached > 0
+        start, stop, kv_len, kept, aside = params.cache.extent(
+            hole, end, self.room(view), step=canvas.step, is_stored=is_stored
+        )
+        span = Span(view.row, start, stop, kv_len, FULL, *decided, kept=kept, aside=aside)
         return span if budget.allows(span) else None
+
+    def room(self, view: View) -> int:
+        """What the cache ever holds: nobody is preempted for the pages of a canvas."""
+        end = view.committed_len + len(view.canvas.token_ids)
+        block = view.params.block_of(end - view.prompt_len)
+        return view.params.cache.room(end, block + self._shift)
 
     def restart(self, view: View) -> tuple[int, Canvas]:
         """With a cache a block begins anew: what is kept was computed while the block was masked,
@@ -191,6 +191,7 @@ class FullCanvas(DecodeStrategy):
             max_rows, device, mask_token_id=self._mask_token_id, eos_token_ids=self._eos_token_ids
         )
         self._blocks = [1] * (max_rows + 1)
+        self._kept_by: dict[int, tuple[FullCanvasParams, int, int]] = {}
 
     def admit(self, rows: list[NewRow]) -> None:
         """Writes rules and counters, those of preempted requests included."""
@@ -205,6 +206,7 @@ class FullCanvas(DecodeStrategy):
             steps = new.params.steps // -(-answer // block) or block
             knobs.append(replace(new.params, steps=steps))
             self._blocks[new.row] = block
+            self._kept_by[new.row] = (new.params, new.prompt_len, end)
         self._reveal.admit(
             [new.row for new in rows],
             knobs,
@@ -213,6 +215,14 @@ class FullCanvas(DecodeStrategy):
             origins=[new.prompt_len for new in rows],
             blocks=blocks,
         )
+
+    def choice_of(self, span: Span) -> KeyChoice:
+        """What the span's own hole attends to, which takes in the query ahead of its block if the
+        model's logits are shifted."""
+        params, prompt_len, end = self._kept_by[span.row]
+        start, stop = _block_of(span.decide_start, prompt_len, end, params)
+        cache = params.cache
+        return KeyChoice(start - self._shift, stop, cache.head_select, cache.pool_kernel)
 
     def decide(self, batch: DecideBatch) -> DecideResult:
         """Chooses a token for every open position and reveals what each row's rule says."""
@@ -226,11 +236,3 @@ def _block_of(
     block = params.block_of(end - prompt_len)
     start = prompt_len + (position - prompt_len) // block * block
     return start, min(start + block, end)
-
-
-def _is_stale(view: View) -> bool:
-    """Whether keys and values outside of the block are to be computed (again)."""
-    params, step = view.params, view.canvas.step
-    if params.cache == "none" or view.num_cached == 0 or step == 0:
-        return True
-    return params.refresh_interval is not None and step % params.refresh_interval == 0

@@ -17,9 +17,13 @@ def wrong_knob(name: str, value: Any, wording: str) -> InvalidRequest:
     )
 
 
-def reject_unknown(knobs: dict[str, Any], params: type, method: str) -> None:
-    """Raises InvalidRequest naming the first knob that `params` has no field for."""
-    known = [field.name for field in fields(params)]
+def reject_unknown(
+    knobs: dict[str, Any], params: type, method: str, *, beside: tuple[str, ...] = ()
+) -> None:
+    """Raises InvalidRequest naming the first knob that `params` has no field for and that is not
+    among those `beside` them."""
+    own = [field.name for field in fields(params)]
+    known = [*own, *(name for name in beside if name not in own)]
     unknown = next((name for name in knobs if name not in known), None)
     if unknown is None:
         return

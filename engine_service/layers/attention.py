@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from engine_service.attention.base import AttentionStep
+from engine_service.attention.base import AttentionStep, KeptKeys
+from engine_service.attention.kept import keep_keys
 from engine_service.kernels.jit import runs_triton
 from engine_service.kernels.qk_rope_store import qk_rope_store
 from engine_service.kernels.rotary import rotate
@@ -38,11 +39,35 @@ class PagedAttention:
         step: AttentionStep,
     ) -> torch.Tensor:
         """[T, (H + 2 K) D] to [T, H D]: normalise heads, rotate, store, attend."""
+        aside = step.aside
+        if aside is None:
+            return self._attend(qkv_TC, rotary, norm, step)
+        first = aside.first
+        (cos, sin), behind = rotary, slice(first, None)
+        mixed = self._attend(
+            qkv_TC[behind], (cos[behind], sin[behind]), norm, aside.step, aside.kept
+        )
+        if not first:
+            return mixed
+        paged = self._attend(qkv_TC[:first], (cos[:first], sin[:first]), norm, step)
+        return torch.cat((paged, mixed))
+
+    def _attend(
+        self,
+        qkv_TC: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        norm: HeadNorm | None,
+        step: AttentionStep,
+        kept: KeptKeys | None = None,
+    ) -> torch.Tensor:
         place = self._place_fused if runs_triton(qkv_TC) else self._place
+        cache = step.caches[self.layer]
         q_THD = place(qkv_TC, rotary, norm, step)
         mixed = step.backend.attend(
-            q_THD, cache=step.caches[self.layer], plan=step.plans[self.window], scale=self.scale
+            q_THD, cache=cache, plan=step.plans[self.window], scale=self.scale
         )
+        if kept is not None:
+            keep_keys(q_THD, cache, self.layer, kept)
         return mixed.flatten(1)
 
     def _place_fused(

@@ -6,14 +6,16 @@ It does not know how the arrays came about, nor what a strategy does with its lo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
-from engine_service.attention.base import AttentionBatch
-from engine_service.worker.layout import DecideLayout, ScoreLayout, StepLayout
+from engine_service.attention.base import AttentionBatch, KeptKeys, LayerCache
+from engine_service.worker.aside import AsideLayout, KeptLayout
+from engine_service.worker.layout import StepLayout
 from engine_service.worker.tables import RowTables
+from engine_service.worker.wanted import DecideLayout, ScoreLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +41,43 @@ class ScorePart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AsidePart:
+    """Tokens [first, ...) of the step, over pages of their own. `kept` are KeptKeys but for their
+    caches."""
+
+    first: int
+    attention: AttentionBatch
+    layout: KeptLayout | None
+    kept: Sequence[torch.Tensor]
+
+    def kept_keys(self, caches: Sequence[LayerCache]) -> KeptKeys | None:
+        """What is kept of these tokens in `caches`; None where nothing is."""
+        if self.layout is None:
+            return None
+        queries, shares, candidates, num_candidates, targets, num_kept, by_head, reach = self.kept
+        return KeptKeys(
+            caches=caches,
+            queries=queries,
+            shares=shares,
+            candidates=candidates,
+            num_candidates=num_candidates,
+            targets=targets,
+            num_kept=num_kept,
+            by_head=by_head.bool(),
+            reach=reach,
+            max_reach=int(self.layout.reach.max()),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """One forward. `places` and `attention.positions` are [T] int64."""
+    """One forward. `places` and `positions` are [T] int64; `attention` is None where no span is
+    over the rows' pages."""
 
     places: torch.Tensor
-    attention: AttentionBatch
+    positions: torch.Tensor
+    attention: AttentionBatch | None
+    aside: AsidePart | None
     decides: tuple[DecidePart, ...]
     scores: ScorePart | None
 
@@ -64,7 +98,9 @@ def columns_of(layout: StepLayout) -> list[np.ndarray]:
         own += [part.queries, part.rows, part.positions, part.span_rows, part.cu_decide]
     if layout.scores is not None:
         own += [layout.scores.queries, layout.scores.places]
-    return own
+    if layout.slot_positions is not None:
+        own.append(layout.slot_positions)
+    return own if layout.aside is None else own + _columns_aside(layout.aside)
 
 
 def bind_batch(
@@ -73,28 +109,69 @@ def bind_batch(
     """The batch whose columns are `staged`, the device copies of `columns_of(layout)`."""
     rest = iter(staged)
     places, positions, slots, owners, rows, cu_seqlens, kv_lens, mask_block = _next(rest, 8)
-    num_pages = -(-layout.max_kv_len // tables.page_size)
-    attention = AttentionBatch(
-        cu_seqlens_q=cu_seqlens,
-        span_of_token=owners,
-        positions=positions,
-        kv_lens=kv_lens,
-        mask_block=mask_block,
-        page_table=tables.page_table[:, :num_pages].index_select(0, rows),
-        slot_mapping=slots,
-        max_query_len=layout.max_query_len,
-        max_kv_len=layout.max_kv_len,
-        uniform_query_len=layout.uniform_query_len,
-        all_causal=layout.all_causal,
-        spans=layout.spans or None,
-    )
     decides = tuple(_decide_part(part, rest) for part in layout.decides)
     scores = None
     if layout.scores is not None:
         queries, known = _next(rest, 2)
         token_ids = tables.sampling.tokens.view(-1).index_select(0, known)
         scores = ScorePart(layout=layout.scores, queries=queries, token_ids=token_ids)
-    return ForwardBatch(places=places, attention=attention, decides=decides, scores=scores)
+    slot_positions = positions if layout.slot_positions is None else next(rest)
+    attention = None
+    if len(layout.rows):
+        num_pages = -(-layout.max_kv_len // tables.page_size)
+        attention = AttentionBatch(
+            cu_seqlens_q=cu_seqlens,
+            span_of_token=owners,
+            positions=slot_positions[: len(layout.slots)],
+            kv_lens=kv_lens,
+            mask_block=mask_block,
+            page_table=tables.page_table[:, :num_pages].index_select(0, rows),
+            slot_mapping=slots,
+            max_query_len=layout.max_query_len,
+            max_kv_len=layout.max_kv_len,
+            uniform_query_len=layout.uniform_query_len,
+            all_causal=layout.all_causal,
+            spans=layout.spans or None,
+        )
+    aside = None if layout.aside is None else _aside_part(layout.aside, positions, rest)
+    return ForwardBatch(
+        places=places,
+        positions=positions,
+        attention=attention,
+        aside=aside,
+        decides=decides,
+        scores=scores,
+    )
+
+
+def _columns_aside(aside: AsideLayout) -> list[np.ndarray]:
+    own = [aside.slots, aside.owners, aside.cu_seqlens, aside.lengths, aside.mask_block]
+    own.append(aside.page_table)
+    if aside.kept is not None:
+        own += [getattr(aside.kept, field.name) for field in fields(aside.kept)]
+    return own
+
+
+def _aside_part(
+    aside: AsideLayout, positions: torch.Tensor, rest: Iterator[torch.Tensor]
+) -> AsidePart:
+    slots, owners, cu_seqlens, lengths, mask_block, page_table = _next(rest, 6)
+    longest, shortest = int(aside.lengths.max()), int(aside.lengths.min())
+    attention = AttentionBatch(
+        cu_seqlens_q=cu_seqlens,
+        span_of_token=owners,
+        positions=positions[aside.first :],
+        kv_lens=lengths,
+        mask_block=mask_block,
+        page_table=page_table,
+        slot_mapping=slots,
+        max_query_len=longest,
+        max_kv_len=longest,
+        uniform_query_len=longest if longest == shortest else None,
+        all_causal=False,
+        spans=aside.spans,
+    )
+    return AsidePart(first=aside.first, attention=attention, layout=aside.kept, kept=tuple(rest))
 
 
 def _decide_part(layout: DecideLayout, rest: Iterator[torch.Tensor]) -> DecidePart:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from engine_service.sampling.batch import Wants
-from engine_service.worker.layout import DecideLayout, StepLayout
+from engine_service.worker.layout import StepLayout
 from engine_service.worker.tables import RowTables
+from engine_service.worker.wanted import DecideLayout
 
 MAX_TOKENS = 512
 """Largest captured step of ragged spans. Above, the device needs longer than its launches."""
@@ -71,7 +72,7 @@ def list_buckets(
 
 def find_bucket(layout: StepLayout, buckets: Sequence[Bucket]) -> Bucket | None:
     """The first bucket with room for the step; None where it must run eagerly."""
-    if layout.scores is not None or len(layout.decides) != 1:
+    if layout.scores is not None or layout.aside is not None or len(layout.decides) != 1:
         return None
     rows, tokens = len(layout.rows), len(layout.places)
     longest, decided = layout.max_query_len, len(layout.decides[0].positions)

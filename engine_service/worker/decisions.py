@@ -9,7 +9,7 @@ import torch
 from engine_service.core.step import Decision, TokenLogprobs
 from engine_service.sampling.batch import DecideResult
 from engine_service.sampling.logprobs import Scores
-from engine_service.worker.layout import DecideLayout, ScoreLayout
+from engine_service.worker.wanted import DecideLayout, ScoreLayout
 
 _ONE_FINAL = [True]
 

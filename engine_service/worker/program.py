@@ -6,16 +6,16 @@ The same calls run eagerly or while a CUDA graph is captured. It does not know p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from engine_service.attention.base import AttentionBackend, LayerCache, plan_step
+from engine_service.attention.base import AsideStep, AttentionBackend, LayerCache, plan_step
 from engine_service.core.strategy import DecodeStrategy
 from engine_service.models.base import CausalModel
 from engine_service.sampling.batch import DecideBatch, DecideResult
 from engine_service.sampling.logprobs import Scores, score_tokens
-from engine_service.worker.batch import DecidePart, ForwardBatch, ScorePart
+from engine_service.worker.batch import AsidePart, DecidePart, ForwardBatch, ScorePart
 from engine_service.worker.tables import RowTables
 
 
@@ -28,14 +28,25 @@ class StepProgram:
     caches: Sequence[LayerCache]
     tables: RowTables
     strategies: Sequence[DecodeStrategy]
+    cache_aside: LayerCache | None = None
+    """For what is computed aside of the pages, by all layers in turn."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, E] hidden states; the step's keys and values are stored."""
         windows = self.model.traits.windows
         step = plan_step(self.backend, batch.attention, windows=windows, caches=self.caches)
+        if batch.aside is not None:
+            step = replace(step, aside=self._plan_aside(batch.aside))
         embedded = self.model.embed(self.tables.sampling.tokens.view(-1), batch.places)
-        hidden: torch.Tensor = self.model(embedded, batch.attention.positions, step)
+        hidden: torch.Tensor = self.model(embedded, batch.positions, step)
         return hidden
+
+    def _plan_aside(self, part: AsidePart) -> AsideStep:
+        assert self.cache_aside is not None, "a step aside of the pages without a cache for it"
+        traits = self.model.traits
+        caches = (self.cache_aside,) * traits.num_layers
+        step = plan_step(self.backend, part.attention, windows=traits.windows, caches=caches)
+        return AsideStep(first=part.first, step=step, kept=part.kept_keys(self.caches))
 
     def logits(self, part: DecidePart, hidden: torch.Tensor) -> torch.Tensor:
         """[N, V] of the part's positions."""

@@ -12,15 +12,17 @@ from typing import Any
 
 import torch
 
-from engine_service.core.step import Decision, NewRow, StepPlan
+from engine_service.core.step import Decision, NewRow, Span, StepPlan
+from engine_service.core.strategy import KeyChoice
 from engine_service.sampling.batch import DecideResult
 from engine_service.sampling.logprobs import Scores
 from engine_service.staging import HostCopies, stage
 from engine_service.worker.batch import bind_batch, columns_of
 from engine_service.worker.decisions import split_decided, split_scored
 from engine_service.worker.graphs import StepGraphs
-from engine_service.worker.layout import DecideLayout, ScoreLayout, StepLayout, lay_out
+from engine_service.worker.layout import StepLayout, lay_out
 from engine_service.worker.program import StepProgram
+from engine_service.worker.wanted import DecideLayout, ScoreLayout
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +61,7 @@ class Runner:
             logits_shift=self._program.model.traits.logits_shift,
             logit_chunk=self._logit_chunk,
             longest_first=self._tables.device.type == "cuda",
+            choice_of=self._choice_of,
         )
         result = None if self._graphs is None else self._graphs.run(layout)
         if result is None:
@@ -83,6 +86,10 @@ class Runner:
             mine = [new for new in new_rows if new.method == strategy.name]
             if mine:
                 strategy.admit(mine)
+
+    def _choice_of(self, span: Span) -> KeyChoice:
+        method = self._tables.method_of_row[span.row]
+        return self._program.strategies[method].choice_of(span)
 
     def _run_eagerly(self, layout: StepLayout, handle: StepHandle) -> None:
         program, copies = self._program, handle.copies

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine_service.attention.base import AttentionBackend, AttentionShape
+from engine_service.attention.base import AttentionBackend, AttentionShape, LayerCache
 from engine_service.attention.select import open_backend
 from engine_service.config import EngineConfig
 from engine_service.core.step import FULL, Decision, StepPlan
@@ -26,9 +26,10 @@ from engine_service.kernels.jit import (
 )
 from engine_service.models.base import CausalModel, ModelTraits
 from engine_service.resolve import resolve
+from engine_service.worker.aside import num_pages_aside
 from engine_service.worker.buckets import Bucket, list_buckets
 from engine_service.worker.checkpoint import Report, fetch_checkpoint
-from engine_service.worker.graphs import capture_steps
+from engine_service.worker.graphs import StepGraphs, capture_steps
 from engine_service.worker.kv_pool import KVPool, KVRoom, count_pages, page_bytes
 from engine_service.worker.memory import find_room, free_bytes
 from engine_service.worker.program import StepProgram
@@ -100,7 +101,7 @@ class Worker:
             )
         self.strategies = {made.name: made for made in make_strategies(self.traits)}
         with self._stage("profile", lambda: profile_advice(self.resolved)):
-            backend, buckets, room = self._profile(config, model)
+            backend, buckets, cache_aside, room = self._profile(config, model)
         with self._stage("kv", lambda: pool_advice(self.resolved)):
             pool = self._create_pool(config, room, backend)
         with self._stage("tables", lambda: pool_advice(self.resolved)):
@@ -119,11 +120,9 @@ class Worker:
             caches=pool.caches,
             tables=tables,
             strategies=tuple(self.strategies.values()),
+            cache_aside=cache_aside,
         )
-        graphs = None
-        if buckets:
-            with self._stage("graphs"):
-                graphs = capture_steps(program, buckets, report)
+        graphs = self._capture(program, buckets)
         self._runner = Runner(program, logit_chunk=self.resolved.logit_chunk, graphs=graphs)
 
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -205,13 +204,15 @@ class Worker:
 
     def _profile(
         self, config: EngineConfig, model: CausalModel
-    ) -> tuple[AttentionBackend, list[Bucket], KVRoom]:
-        """What computes attention, what is captured, and the memory that a step leaves.
+    ) -> tuple[AttentionBackend, list[Bucket], LayerCache | None, KVRoom]:
+        """What computes attention, what is captured, where canvases are computed aside of the
+        pages, and the memory that a step leaves.
 
         Where a kernel turns out not to work on this device, everything is chosen anew without any.
         """
         backend = self._create_backend(config)
         buckets = self._list_buckets(config, backend)
+        cache_aside = self._create_cache_aside(backend)
         try:
             room = find_room(config, self.resolved, model, backend, self.device, buckets)
         except Exception as error:
@@ -220,7 +221,7 @@ class Worker:
                 raise
             give_up_kernels(self.device, in_one_line(error))
         else:
-            return backend, buckets, room
+            return backend, buckets, cache_aside, room
         self._tell_kernel_fault()
         return self._profile(config, model)
 
@@ -253,6 +254,20 @@ class Worker:
             token_budget=self.resolved.token_budget,
             logit_chunk=self.resolved.logit_chunk,
         )
+
+    def _capture(self, program: StepProgram, buckets: Sequence[Bucket]) -> StepGraphs | None:
+        if not buckets:
+            return None
+        with self._stage("graphs"):
+            return capture_steps(program, buckets, self._report)
+
+    def _create_cache_aside(self, backend: AttentionBackend) -> LayerCache | None:
+        """One layer's keys and values of a step; None for models whose spans use the pages only."""
+        if self.traits.mask_block < FULL:
+            return None
+        size = self.resolved
+        num_pages = num_pages_aside(size.token_budget, size.max_rows, size.page_size)
+        return backend.empty_cache(num_pages, self.device)
 
     def _create_pool(self, config: EngineConfig, room: KVRoom, backend: AttentionBackend) -> KVPool:
         resolved, num_layers = self.resolved, self.traits.num_layers

@@ -50,6 +50,7 @@ class Setup:
     num_pages: int = 64
     max_rows: int = 4
     token_budget: int = 64
+    canvas_budget: int = 64
     logit_budget: int = 64
     max_model_len: int = 96
     max_queued_requests: int = 1000
@@ -93,6 +94,7 @@ class ToyEngine:
                 max_rows=setup.max_rows,
                 token_budget=setup.token_budget,
                 logit_budget=setup.logit_budget,
+                canvas_budget=setup.canvas_budget,
                 max_queued_requests=setup.max_queued_requests,
                 age_bound_s=setup.age_bound_s,
             ),

@@ -89,9 +89,16 @@ class DenseLLaDA:
         return self.cached(token_ids, torch.arange(token_ids.shape[1]), [])[0]
 
     def cached(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, past: Past
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        past: Past,
+        queries: list[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, Past]:
-        """([1, Q, V], own rotated keys and values [Q, G, D] per layer)."""
+        """([1, Q, V], own rotated keys and values [Q, G, D] per layer).
+
+        Rotated queries [Q, H, D] are appended to `queries`, layer by layer.
+        """
         config = self._config
         x = self._tensors["model.transformer.wte.weight"][token_ids[0]]
         head_dim = config["d_model"] // config["n_heads"]
@@ -105,6 +112,8 @@ class DenseLLaDA:
             )
             q, k = self._rotated(q, positions), self._rotated(k, positions)
             computed.append((k, v))
+            if queries is not None:
+                queries.append(q)
             mixed = attention(q, *joined(past, index, (k, v)))
             x = x + self._linear(mixed, f"{block}.attn_out")
             n = self._norm(x, f"{block}.ff_norm")

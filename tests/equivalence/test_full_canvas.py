@@ -230,7 +230,14 @@ def test_a_dual_cache_computes_blocks_and_a_prefix_cache_what_follows() -> None:
         ({"block_length": 8, "steps": 7}, "steps", "a multiple of the 3 blocks"),
         ({"block_length": 8, "steps": 27}, "steps", "from 3 to 24"),
         ({"steps": 0}, "steps", "whole number in"),
-        ({"cache": "sparse"}, "cache", "one of none, prefix, dual"),
+        ({"cache": "sparsest"}, "cache", "one of none, prefix, dual, sparse"),
+        ({"retention_ratio": 0.5}, "retention_ratio", "left out with cache none"),
+        ({"cache": "dual", "pool_kernel": 3}, "pool_kernel", "sparse reads it"),
+        ({"cache": "sparse", "retention_ratio": 0}, "retention_ratio", "above 0 and at most 1"),
+        ({"cache": "sparse", "retention_ratio": 1.5}, "retention_ratio", r"in \[0, 1\]"),
+        ({"cache": "sparse", "delay_step": -1}, "delay_step", "whole number in"),
+        ({"cache": "sparse", "pool_kernel": 2}, "pool_kernel", "odd"),
+        ({"cache": "sparse", "head_select": 1}, "head_select", "true or false"),
         ({"refresh_interval": 2}, "refresh_interval", "cache none"),
         ({"cache": "dual", "refresh_interval": 0}, "refresh_interval", "whole number in"),
         ({"threshold": -1}, "threshold", "at least 0"),
@@ -254,7 +261,35 @@ def test_bad_knobs_are_named(knobs: dict[str, Any], param: str, words: str) -> N
 )
 def test_a_canvas_that_can_never_run_is_refused(setup: Setup, words: str) -> None:
     with pytest.raises(ServiceError, match=words):
-        engine(ToyModel(0), setup).submit([1, 2], 24, NAME, {})
+        engine(ToyModel(0), setup).submit([1, 2], 24, NAME, {"cache": "dual"})
+
+
+def test_without_a_cache_no_page_is_taken() -> None:
+    ours = engine(ToyModel(0), Setup(token_budget=64, logit_budget=64, num_pages=1))
+    keys = [ours.submit([1, 2, seed], 24, NAME, {"block_length": 8}) for seed in range(3)]
+    while ours.step():
+        assert ours.pages.num_used == 0
+    assert all(len(ours.results[key].tokens) == 24 for key in keys)
+
+
+def refreshes_per_step(canvas_budget: int) -> tuple[list[int], list[list[int]]]:
+    """How many canvases were computed whole in every step, and everybody's tokens."""
+    setup = Setup(token_budget=256, logit_budget=256, canvas_budget=canvas_budget, max_rows=6)
+    ours = engine(ToyModel(3), setup)
+    knobs = {"cache": "dual", "block_length": 4, "threshold": 1.5}
+    keys = [ours.submit([seed + 1, 2, 3], 12, NAME, knobs) for seed in range(6)]
+    ours.run()
+    counts = [sum(span.is_whole for span in plan.spans) for plan in ours.plans]
+    return counts, [ours.results[key].tokens for key in keys]
+
+
+def test_refreshes_are_spread_over_steps() -> None:
+    together, wanted = refreshes_per_step(canvas_budget=256)
+    assert max(together) == 6, "the control: nothing holds them apart"
+    spread, tokens = refreshes_per_step(canvas_budget=16)
+    assert max(spread) == 2, "the second one overdraws a budget of 16 by 14"
+    assert sum(spread) == sum(together)
+    assert tokens == wanted
 
 
 def fill_between(

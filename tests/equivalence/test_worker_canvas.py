@@ -39,8 +39,9 @@ LLADA = {
 }
 
 
-def write_llada(folder: Path, seed: int) -> DenseLLaDA:
-    """Random weights, large enough for peaked logits."""
+def write_llada(folder: Path, seed: int, **changes: int) -> DenseLLaDA:
+    """Random weights, large enough for peaked logits; `changes` are of the configuration."""
+    config = LLADA | changes
     generator = torch.Generator().manual_seed(seed)
     size, inner, width = LLADA["d_model"], LLADA["mlp_hidden_size"], 0.3
 
@@ -49,14 +50,16 @@ def write_llada(folder: Path, seed: int) -> DenseLLaDA:
 
     tensors = {"wte": draw(VOCAB, size), "ff_out": draw(VOCAB, size), "ln_f": 1 + draw(size)}
     for layer in range(LLADA["n_layers"]):
-        own = {name: draw(size, size) for name in ("q_proj", "k_proj", "v_proj", "attn_out")}
+        narrow = size * config["n_kv_heads"] // config["n_heads"]
+        own = {name: draw(size, size) for name in ("q_proj", "attn_out")}
+        own |= {name: draw(narrow, size) for name in ("k_proj", "v_proj")}
         own |= {"ff_proj": draw(inner, size), "up_proj": draw(inner, size)}
         own |= {"ff_out": draw(size, inner), "attn_norm": 1 + draw(size), "ff_norm": 1 + draw(size)}
         tensors |= {f"blocks.{layer}.{name}": tensor for name, tensor in own.items()}
     named = {f"model.transformer.{name}.weight": tensor for name, tensor in tensors.items()}
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(LLADA))
-    return DenseLLaDA(named, LLADA)
+    (folder / "config.json").write_text(json.dumps(config))
+    return DenseLLaDA(named, config)
 
 
 @pytest.fixture(scope="module")

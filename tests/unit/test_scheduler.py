@@ -68,6 +68,7 @@ class Desk:
                 max_rows=max_rows,
                 token_budget=token_budget,
                 logit_budget=logit_budget,
+                canvas_budget=token_budget,
                 max_queued_requests=queue,
                 age_bound_s=age_bound_s,
             ),

@@ -211,8 +211,8 @@ def preempted_request_keeps_its_pages() -> Broken:
 def budget_is_overrun() -> Broken:
     real = StepDraft.__init__
 
-    def init(self: StepDraft, tokens: int, logits: int) -> None:
-        real(self, tokens + 1, logits + 1)
+    def init(self: StepDraft, tokens: int, logits: int, canvases: int) -> None:
+        real(self, tokens + 1, logits + 1, canvases)
 
     return StepDraft, "__init__", init
 

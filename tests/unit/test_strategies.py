@@ -218,9 +218,27 @@ def test_a_full_canvas_is_computed_whole_or_not_at_all() -> None:
     view = canvas_view({"block_length": 4})
     assert CANVAS.plan(view, Budget(16, 64)) is None
     assert CANVAS.plan(view, Budget(17, 3)) is None
-    assert CANVAS.plan(view, Budget(17, 4)) == Span(0, 0, 17, 17, FULL, 5, 9)
-    needs = CANVAS.needs(5, 17, view.params)
-    assert needs == (17, 4, 17)
+    assert CANVAS.plan(view, Budget(17, 4, 1)) == Span(0, 0, 17, 0, FULL, 5, 9, aside=1)
+    assert CANVAS.plan(view, Budget(17, 4, 0)) is None, "other canvases took all of their share"
+    assert CANVAS.needs(5, 17, view.params) == (17, 4, 0)
+    dual = canvas_view({"block_length": 4, "cache": "dual"})
+    assert CANVAS.needs(5, 17, dual.params) == (17, 4, 17)
+
+
+def test_a_sparse_cache_chooses_its_keys_once_a_block() -> None:
+    """17 positions, a block of 4: half of the 13 others are 6, and pages hold 10 slots."""
+    knobs = {"block_length": 4, "cache": "sparse", "delay_step": 1, "refresh_interval": 2}
+    view = canvas_view(knobs, committed=9, cached=10)
+    plain = FullCanvas(mask_token_id=MASK, logits_shift=0)
+    assert plain.needs(5, 17, view.params) == (17, 4, 10)
+    assert CANVAS.needs(5, 17, view.params) == (17, 4, 11), "with the query ahead of the block"
+    whole = Span(0, 0, 17, 10, FULL, 9, 13, aside=1)
+    choosing, reusing = whole._replace(kept=6), Span(0, 9, 13, 10, FULL, 9, 13, kept=6)
+    for step, wanted in enumerate((whole, choosing, reusing, choosing, reusing)):
+        at = view._replace(canvas=view.canvas._replace(step=step))
+        assert plain.plan(at, Budget(64, 64)) == wanted
+    lost = view._replace(canvas=view.canvas._replace(step=2), num_cached=0)
+    assert plain.plan(lost, Budget(64, 64)) == choosing
 
 
 def test_a_cache_computes_its_block_and_the_query_ahead_of_it() -> None:

@@ -107,7 +107,8 @@ def _ask(
 def _variants(method: str, params: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Every rule of a diffusion method with its default knobs, and every cache with the default
     rule; `params` that are no rule's stay. Raises InvalidRequest where there is one way only."""
-    from engine_service.decoding.full_canvas import CACHES, FullCanvas
+    from engine_service.decoding.canvas_cache import CACHES, without_other_caches
+    from engine_service.decoding.full_canvas import FullCanvas
     from engine_service.decoding.rules import RULES
 
     if method == "autoregressive":
@@ -120,7 +121,9 @@ def _variants(method: str, params: dict[str, Any]) -> dict[str, dict[str, Any]]:
     kept = {name: value for name, value in params.items() if name not in read}
     named = {name: {**kept, "remasking": name} for name in RULES}
     if method == FullCanvas.name:
-        named |= {f"cache {cache}": {**params, "cache": cache} for cache in CACHES}
+        for cache in CACHES:
+            own = {"cache": cache}
+            named[f"cache {cache}"] = without_other_caches(params, own) | own
     return named
 
 
