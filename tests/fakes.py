@@ -255,6 +255,7 @@ class ToyExecutor:
         assert span.start < span.stop, f"empty span {span}"
         assert not span.kept, "a toy keeps all keys or none"
         if span.aside:
+            assert span.aside == 1, "a toy is not guided"
             alone = span._replace(kv_len=span.stop)
             token_ids = self.tables.sampling.tokens[span.row, : span.stop]
             cache = self.model.new_cache(span.stop)

@@ -34,14 +34,15 @@ class StepDraft:
 
     def add(self, request: Request, span: Span) -> bool:
         """Takes the span's share out of the budget; False, and nothing is done, when it lacks."""
-        _, start, stop, _, block, first, last, _, _, _, _, _ = span
+        _, start, stop, _, block, first, last, _, _, _, _, aside = span
         budget = self.budget
-        tokens = budget.tokens - stop + start
+        size = stop - start if aside < 2 else span.num_tokens
+        tokens = budget.tokens - size
         logits = budget.logits - last + first
         if tokens < 0 or logits < 0:
             return False
         if block == FULL and start == 0:
-            budget.canvases -= stop
+            budget.canvases -= size
         budget.tokens = tokens
         budget.logits = logits
         self.requests.append(request)

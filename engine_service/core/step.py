@@ -33,7 +33,9 @@ class Span(NamedTuple):
     A span `aside` sees its own tokens alone, all of them, and stores them nowhere; `kv_len` is what
     the row's pages are to hold. `kept` counts keys that were chosen out of the whole canvas: a span
     aside chooses them anew and puts them into the row's first slots, another finds them there and
-    stores its own behind them, so that its queries see the kv_len first slots.
+    stores its own behind them, so that its queries see the kv_len first slots. Aside of the pages
+    there may be a second copy of the canvas, in which the prompt is masked: classifier-free
+    guidance wants the logits of both.
     """
 
     row: int
@@ -48,11 +50,12 @@ class Span(NamedTuple):
     store_from: int = 0
     kept: int = 0
     aside: int = 0
-    """0 or 1."""
+    """Copies of the canvas aside of the pages: 0, 1 or 2."""
 
     @property
     def num_tokens(self) -> int:
-        return self.stop - self.start
+        """Query tokens, those of both copies."""
+        return (self.stop - self.start) * (self.aside or 1)
 
     @property
     def is_whole(self) -> bool:

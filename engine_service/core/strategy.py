@@ -223,6 +223,10 @@ class DecodeStrategy(ABC):
         """How a span aside chooses the `kept` keys. Of the device half: `admit` knew the row."""
         raise NotImplementedError(f"{self.name} keeps no choice of keys")
 
+    def guide(self, logits_NV: Any, unguided_NV: Any, rows: Any) -> Any:
+        """[N, V] out of the logits of both copies of a canvas. Device half."""
+        raise NotImplementedError(f"{self.name} computes no second copy")
+
     @abstractmethod
     def bind(self, max_rows: int, device: Any) -> None:
         """Device half: allocates the method's own per-row tables."""

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+import torch
+
 from engine_service.core.step import FULL, Canvas, Decision, NewRow, Span, Update
 from engine_service.core.strategy import Budget, DecodeStrategy, KeyChoice, Needs, View
 from engine_service.decoding.canvas_cache import (
@@ -19,7 +22,7 @@ from engine_service.decoding.canvas_cache import (
     read_cache,
     without_other_caches,
 )
-from engine_service.decoding.knobs import read_whole, reject_unknown, wrong_knob
+from engine_service.decoding.knobs import read_number, read_whole, reject_unknown, wrong_knob
 from engine_service.decoding.reveal import RevealTables
 from engine_service.decoding.reveal_knobs import (
     RevealKnobs,
@@ -29,6 +32,7 @@ from engine_service.decoding.reveal_knobs import (
 )
 from engine_service.decoding.tail import masks, merge
 from engine_service.sampling.batch import DecideBatch, DecideResult
+from engine_service.staging import stage
 from tidemill.runtime.errors import Unsupported
 
 DEFAULT_BLOCK = 32
@@ -47,6 +51,8 @@ class FullCanvasParams(RevealKnobs):
     block_length: int | None = None
     """None: DEFAULT_BLOCK, or the answer's length if that is less."""
     cache: CanvasCache = NO_CACHE
+    cfg_scale: float = 0.0
+    """Classifier-free guidance: how far logits move away from those without the prompt; 0: off."""
 
     def block_of(self, answer_len: int) -> int:
         """Positions per block of an answer."""
@@ -103,10 +109,14 @@ class FullCanvas(DecodeStrategy):
         block = knobs.get("block_length")
         if block is not None:
             block = read_whole("block_length", block, low=1, high=_MOST)
+        cache, scale = read_cache(knobs), read_number("cfg_scale", knobs.get("cfg_scale", 0), low=0)
+        if scale and not cache.is_exact:
+            raise wrong_knob("cfg_scale", scale, f"0 or left out with cache {cache.name}")
         return FullCanvasParams(
             **{**asdict(rule), "steps": rule.steps if "steps" in knobs else 0},
             block_length=block,
-            cache=read_cache(knobs),
+            cache=cache,
+            cfg_scale=scale,
         )
 
     def needs(self, prompt_len: int, max_len: int, params: Any) -> Needs:
@@ -127,7 +137,8 @@ class FullCanvas(DecodeStrategy):
                 f"a multiple of the {blocks} blocks of {block} positions that max_tokens {answer} "
                 f"makes, from {blocks} to {blocks * block}",
             )
-        return Needs(max_len, block, params.cache.room(max_len, block + self._shift))
+        tokens = max_len * (2 if params.cfg_scale else 1)
+        return Needs(tokens, block, params.cache.room(max_len, block + self._shift))
 
     def begin(self, committed_len: int, params: Any, max_len: int) -> Canvas:
         """Masks for the whole answer."""
@@ -152,6 +163,7 @@ class FullCanvas(DecodeStrategy):
         start, stop, kv_len, kept, aside = params.cache.extent(
             hole, end, self.room(view), step=canvas.step, is_stored=is_stored
         )
+        aside = 2 if params.cfg_scale else aside
         span = Span(view.row, start, stop, kv_len, FULL, *decided, kept=kept, aside=aside)
         return span if budget.allows(span) else None
 
@@ -192,6 +204,7 @@ class FullCanvas(DecodeStrategy):
         )
         self._blocks = [1] * (max_rows + 1)
         self._kept_by: dict[int, tuple[FullCanvasParams, int, int]] = {}
+        self._scales = torch.zeros(max_rows + 1, dtype=torch.float32, device=device)
 
     def admit(self, rows: list[NewRow]) -> None:
         """Writes rules and counters, those of preempted requests included."""
@@ -207,6 +220,7 @@ class FullCanvas(DecodeStrategy):
             knobs.append(replace(new.params, steps=steps))
             self._blocks[new.row] = block
             self._kept_by[new.row] = (new.params, new.prompt_len, end)
+        self._write_scales(rows)
         self._reveal.admit(
             [new.row for new in rows],
             knobs,
@@ -223,6 +237,20 @@ class FullCanvas(DecodeStrategy):
         start, stop = _block_of(span.decide_start, prompt_len, end, params)
         cache = params.cache
         return KeyChoice(start - self._shift, stop, cache.head_select, cache.pool_kernel)
+
+    def guide(
+        self, logits_NV: torch.Tensor, unguided_NV: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """l_u + (s + 1) (l - l_u), in float32 (LLaDA's generate, after Nie et al. 2025)."""
+        logits, unguided = logits_NV.float(), unguided_NV.float()
+        scales = self._scales[rows, None]
+        return (unguided + (scales + 1) * (logits - unguided)).to(logits_NV.dtype)
+
+    def _write_scales(self, rows: list[NewRow]) -> None:
+        at = np.array([new.row for new in rows], dtype=np.int64)
+        scales = np.array([new.params.cfg_scale for new in rows], dtype=np.float32)
+        where, values = stage([at, scales], self._scales.device)
+        self._scales[where] = values
 
     def decide(self, batch: DecideBatch) -> DecideResult:
         """Chooses a token for every open position and reveals what each row's rule says."""

@@ -53,8 +53,8 @@ class AsideLayout:
 
 
 def num_pages_aside(token_budget: int, max_rows: int, page_size: int) -> int:
-    """Pages that hold whatever a step computes aside: every span begins a page."""
-    return token_budget // page_size + max_rows
+    """Pages that hold whatever a step computes aside: every copy of a canvas begins a page."""
+    return token_budget // page_size + 2 * max_rows
 
 
 def lay_out_aside(
@@ -71,7 +71,7 @@ def lay_out_aside(
     bases = first_pages * tables.page_size
     return AsideLayout(
         first=first,
-        spans=[span._replace(kv_len=span.stop) for span in spans],
+        spans=[span._replace(kv_len=span.stop, aside=1) for span in spans],
         slots=bases[owners] + positions,
         owners=owners,
         cu_seqlens=cu_seqlens.astype(np.int32),

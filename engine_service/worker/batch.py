@@ -28,6 +28,8 @@ class DecidePart:
     positions: torch.Tensor
     span_rows: torch.Tensor
     cu_decide: torch.Tensor
+    guided: torch.Tensor | None = None
+    unguided_queries: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,8 @@ def columns_of(layout: StepLayout) -> list[np.ndarray]:
     ]
     for part in layout.decides:
         own += [part.queries, part.rows, part.positions, part.span_rows, part.cu_decide]
+        if part.guided is not None and part.unguided_queries is not None:
+            own += [part.guided, part.unguided_queries]
     if layout.scores is not None:
         own += [layout.scores.queries, layout.scores.places]
     if layout.slot_positions is not None:
@@ -176,7 +180,10 @@ def _aside_part(
 
 def _decide_part(layout: DecideLayout, rest: Iterator[torch.Tensor]) -> DecidePart:
     queries, rows, positions, span_rows, cu_decide = _next(rest, 5)
+    guided, unguided_queries = (None, None) if layout.guided is None else _next(rest, 2)
     return DecidePart(
+        guided=guided,
+        unguided_queries=unguided_queries,
         layout=layout,
         queries=queries,
         rows=rows,

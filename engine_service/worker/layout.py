@@ -80,7 +80,7 @@ def lay_out(
     that choose keys.
     """
     columns, order = _columns(spans), np.arange(len(spans))
-    num_paged = len(spans) - int(columns.aside.sum())
+    num_paged = len(spans) - int(np.count_nonzero(columns.aside))
     if longest_first:
         order = np.argsort(-columns.kv_len, kind="stable")
     if num_paged < len(spans):
@@ -88,13 +88,19 @@ def lay_out(
     if longest_first or num_paged < len(spans):
         columns = Columns(*(column[order] for column in columns))
         spans = [spans[index] for index in order.tolist()]
+    columns, spans, num_copies = _with_copies(columns, spans)
     lengths = columns.stop - columns.start
     assert lengths.min() > 0, f"empty span in {spans}"
     cu_seqlens = running_sum(lengths)
     offsets = cu_seqlens[:-1] - columns.start - logits_shift
-    queries = Queries(columns, order, cu_seqlens, offsets)
+    queries = Queries(columns, order, cu_seqlens, offsets, num_copies)
     owners = np.arange(len(spans)).repeat(lengths)
     positions = np.arange(int(cu_seqlens[-1])) + (columns.start - cu_seqlens[:-1])[owners]
+    places = columns.row[owners] * tables.width + positions
+    if num_copies:
+        is_hidden = positions < tables.prompt_len_of_row[columns.row[owners]]
+        is_hidden &= owners >= len(spans) - num_copies
+        places[is_hidden] = tables.mask_place
     aside = None
     if num_paged < len(spans):
         assert choice_of is not None, "spans aside without a way to choose keys"
@@ -102,12 +108,23 @@ def lay_out(
         aside = lay_out_aside(spans[num_paged:], tables, first=first, choice_of=choice_of)
     return StepLayout(
         **_paged(queries, spans, num_paged, owners, positions, tables),
-        places=columns.row[owners] * tables.width + positions,
+        places=places,
         positions=positions,
         decides=tuple(lay_out_decided(queries, tables, logit_chunk)),
         scores=lay_out_scored(queries, tables),
         aside=aside,
     )
+
+
+def _with_copies(columns: Columns, spans: Sequence[Span]) -> tuple[Columns, Sequence[Span], int]:
+    """Adds the second copies, which decide nothing, behind all others; their originals are the last
+    of those."""
+    num_copies = int(np.count_nonzero(columns.aside > 1))
+    if not num_copies:
+        return columns, spans, 0
+    copies = [span._replace(decide_start=0, decide_stop=0, aside=1) for span in spans[-num_copies:]]
+    both = zip(columns, _columns(copies), strict=True)
+    return Columns(*map(np.concatenate, both)), [*spans, *copies], num_copies
 
 
 def _paged(

@@ -50,7 +50,13 @@ class StepProgram:
 
     def logits(self, part: DecidePart, hidden: torch.Tensor) -> torch.Tensor:
         """[N, V] of the part's positions."""
-        return self.model.logits(hidden.index_select(0, part.queries))
+        logits = self.model.logits(hidden.index_select(0, part.queries))
+        if part.guided is None or part.unguided_queries is None:
+            return logits
+        unguided = self.model.logits(hidden.index_select(0, part.unguided_queries))
+        strategy, rows = self.strategies[part.layout.method], part.rows[part.guided]
+        guided = strategy.guide(logits.index_select(0, part.guided), unguided, rows)
+        return logits.index_copy(0, part.guided, guided)
 
     def decide(self, part: DecidePart, logits: torch.Tensor) -> DecideResult:
         """Lets the part's strategy decide; it writes tokens and fixed bits into the tables."""

@@ -103,6 +103,7 @@ class RowTables:
         """[R, P] int32."""
         self.host_pages = np.full(shape, trash_page, dtype=np.int64)
         self.method_of_row = np.zeros(num_rows, dtype=np.int64)
+        self.prompt_len_of_row = np.zeros(num_rows, dtype=np.int64)
         self._demands = np.zeros((num_rows, len(_Demand)), dtype=np.int64)
         self._demands[:, _Demand.LOGPROBS] = -1
         self.logprobs_of_row = self._demands[:, _Demand.LOGPROBS]
@@ -133,6 +134,11 @@ class RowTables:
     def trash_slot(self) -> int:
         """A KV slot that nobody reads."""
         return self._trash_page * self.page_size
+
+    @property
+    def mask_place(self) -> int:
+        """Where the mask token always stands in the flat token table: the padding row's end."""
+        return len(self.host_pages) * self.width - 1
 
     @property
     def width(self) -> int:
@@ -244,6 +250,7 @@ class RowTables:
     def _write_mirrors(self, new_rows: Sequence[NewRow]) -> None:
         for new in new_rows:
             of_prompt = new.sampling.prompt_logprobs
+            self.prompt_len_of_row[new.row] = new.prompt_len
             self.method_of_row[new.row] = self._method_index[new.method]
             self.prompt_logprobs_of_row[new.row] = -1 if of_prompt is None else of_prompt
             self._demands[new.row] = _demands_of(new)

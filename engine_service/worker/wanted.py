@@ -31,6 +31,10 @@ class DecideLayout:
     max_position: int
     queries: np.ndarray
     """[N] int64 index of the query whose logits decide."""
+    guided: np.ndarray | None
+    """[M] int64 decided positions with a second query; None: there are none."""
+    unguided_queries: np.ndarray | None
+    """[M] int64: their queries in the copy without the prompt."""
     rows: np.ndarray
     positions: np.ndarray
     span_rows: np.ndarray
@@ -80,6 +84,8 @@ class Queries(NamedTuple):
     """[S + 1] int64."""
     offsets: np.ndarray
     """[S] int64: position p of span s takes the logits of flat query p + offsets[s]."""
+    num_copies: int
+    """The last spans of the batch are second copies of as many ahead of them."""
 
 
 def lay_out_decided(
@@ -93,8 +99,9 @@ def lay_out_decided(
         return
     _check_queries(queries, columns.decide_start, columns.decide_stop, deciding)
     methods = tables.method_of_row[columns.row[deciding]]
+    num_rows = counts * np.maximum(columns.aside, 1)
     for method in sorted(set(methods.tolist())):
-        for spans in _chunks(deciding[methods == method], counts, logit_chunk):
+        for spans in _chunks(deciding[methods == method], num_rows, logit_chunk):
             yield _decide_part(queries, tables, method, spans)
 
 
@@ -105,8 +112,15 @@ def _decide_part(
     starts, span_rows = columns.decide_start[spans], columns.row[spans]
     counts = columns.decide_stop[spans] - starts
     positions = _ranges(starts, counts)
+    guided, unguided_queries = None, None
+    if queries.num_copies:
+        guided = (columns.aside[spans] > 1).repeat(counts).nonzero()[0]
+        copies = np.minimum(spans + queries.num_copies, len(queries.offsets) - 1)
+        unguided_queries = (positions + queries.offsets[copies].repeat(counts))[guided]
     return DecideLayout(
         method=method,
+        guided=guided,
+        unguided_queries=unguided_queries,
         spans=queries.order[spans],
         counts=counts,
         logprob_counts=tables.logprobs_of_row[span_rows],

@@ -1,6 +1,6 @@
 """LLaDA's generate (Nie et al. 2025, arXiv 2502.09992, algorithms 4 and 5), written down again.
 
-Greedy, without guidance, low_confidence remasking, none of the end-of-sequence options.
+Greedy, low_confidence remasking, none of the end-of-sequence options.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ def llada_generate(
     gen_length: int,
     block_length: int,
     steps: int,
+    cfg_scale: float = 0.0,
 ) -> Outcome:
     """Blocks from left to right; `steps` are those of all blocks together.
 
     Confidence is the probability of the greedy token. With more steps than masks the last ones
-    of a block reveal nothing, and still are forwards.
+    of a block reveal nothing, and still are forwards. With a `cfg_scale` a second forward sees
+    masks instead of the prompt.
     """
     assert gen_length % block_length == 0, f"{gen_length} tokens in blocks of {block_length}"
     num_blocks = gen_length // block_length
@@ -33,6 +35,11 @@ def llada_generate(
         for count in shares(block_length, steps // num_blocks):
             places = canvas.open_in(start, start + block_length)
             rows = logits(canvas.token_ids[None])[0, places]
+            if cfg_scale > 0:
+                without = canvas.token_ids.clone()
+                without[: len(prompt)] = mask_id
+                unguided = logits(without[None])[0, places]
+                rows = unguided + (cfg_scale + 1) * (rows - unguided)
             tokens, confidences = most_likely(rows, mask_id)
             taken = surest(confidences, count)
             canvas.reveal({places[index]: tokens[index] for index in taken})

@@ -82,6 +82,53 @@ def test_lladas_fixed_steps(llada, flags):
     assert preemptions == 0, "pages for the whole canvas are taken at admission"
 
 
+def guided_outputs(folder: Path, **flags: object) -> tuple[list, list[tuple]]:
+    """Guided requests among others, in one engine; tokens, and what each asked for."""
+    rng = random.Random(3)
+    prompts = make_prompts(rng, 6)
+    asked = [(rng.choice([8, 24]), rng.choice([24, 12]), scale) for scale in (0, 0.5, 2, 0, 1, 4)]
+    knobs = [
+        {"remasking": "low_confidence", "block_length": b, "steps": s, "cfg_scale": scale}
+        for b, s, scale in asked
+    ]
+    knobs[3] |= {"cache": "dual", "cfg_scale": 0}
+    outputs, _ = run(make_engine(folder, **flags), prompts, ANSWER, knobs)
+    return outputs, list(zip(prompts, asked, strict=True))
+
+
+@pytest.mark.parametrize("flags", [{}, {"page_size": 8, "num_pages": 20, "token_budget": 160}])
+def test_lladas_guidance(llada, flags):
+    folder, dense = llada
+    outputs, asked = guided_outputs(folder, **flags)
+    for index, (prompt, (block, steps, scale)) in enumerate(asked):
+        if index == 3:
+            continue
+        sizes = {"gen_length": ANSWER, "block_length": block, "steps": steps}
+        wanted = llada_generate(dense.logits, prompt, mask_id=MASK, cfg_scale=scale, **sizes)
+        assert outputs[index] == wanted.tokens
+        if scale >= 2:
+            plain = llada_generate(dense.logits, prompt, mask_id=MASK, **sizes)
+            assert plain.tokens != wanted.tokens, "the control: guidance is seen"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"cfg_scale": -1}, "of at least 0"),
+        ({"cfg_scale": 1.5, "cache": "dual"}, "left out with cache dual"),
+    ],
+)
+def test_guidance_that_cannot_be_is_refused(llada, knobs, words):
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        run(make_engine(llada[0]), [[1, 2]], ANSWER, [knobs])
+    assert caught.value.param == "decoding.params.cfg_scale"
+
+
+def test_guidance_takes_two_canvases_of_a_step(llada):
+    with pytest.raises(InvalidRequest, match="needs 88 in one step, but --token-budget is 80"):
+        run(make_engine(llada[0], token_budget=80), [[1] * 20], ANSWER, [{"cfg_scale": 1}])
+
+
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 def test_fast_dllms_caches(llada, cache):
     folder, dense = llada
