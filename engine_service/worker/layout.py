@@ -79,15 +79,7 @@ def lay_out(
     which works on many at a time does not end with the longest. `choice_of` is asked for spans
     that choose keys.
     """
-    columns, order = _columns(spans), np.arange(len(spans))
-    num_paged = len(spans) - int(np.count_nonzero(columns.aside))
-    if longest_first:
-        order = np.argsort(-columns.kv_len, kind="stable")
-    if num_paged < len(spans):
-        order = order[np.argsort(columns.aside[order], kind="stable")]
-    if longest_first or num_paged < len(spans):
-        columns = Columns(*(column[order] for column in columns))
-        spans = [spans[index] for index in order.tolist()]
+    columns, spans, order, num_paged = _in_order(spans, longest_first)
     columns, spans, num_copies = _with_copies(columns, spans)
     lengths = columns.stop - columns.start
     assert lengths.min() > 0, f"empty span in {spans}"
@@ -114,6 +106,22 @@ def lay_out(
         scores=lay_out_scored(queries, tables),
         aside=aside,
     )
+
+
+def _in_order(
+    spans: Sequence[Span], longest_first: bool
+) -> tuple[Columns, Sequence[Span], np.ndarray, int]:
+    """Spans over the pages first: columns, spans, their indices in the plan, how many they are."""
+    columns, order = _columns(spans), np.arange(len(spans))
+    num_paged = len(spans) - int(np.count_nonzero(columns.aside))
+    if longest_first:
+        order = np.argsort(-columns.kv_len, kind="stable")
+    if num_paged < len(spans):
+        order = order[np.argsort(columns.aside[order], kind="stable")]
+    if longest_first or num_paged < len(spans):
+        columns = Columns(*(column[order] for column in columns))
+        spans = [spans[index] for index in order.tolist()]
+    return columns, spans, order, num_paged
 
 
 def _with_copies(columns: Columns, spans: Sequence[Span]) -> tuple[Columns, Sequence[Span], int]:
