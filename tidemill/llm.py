@@ -26,17 +26,14 @@ from tidemill.offline import (
     Mailbox,
     NoText,
     Pending,
-    TextPrompt,
     calm_collector,
     spread,
     to_submits,
 )
 from tidemill.outputs import RequestOutput
+from tidemill.prompts import Prompt, PromptReader, as_list, one_per_prompt, with_suffixes
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 from tidemill.sampling_params import SamplingParams
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}."""
 
 
 class LLM:
@@ -80,6 +77,7 @@ class LLM:
                     reason="TOKENIZER_MISSING",
                 )
             self._tokenizer = TextTokenizer(Path(self.facts.tokenizer_dir))
+        self._reader = PromptReader(self._tokenizer, self.facts)
         self._ids = itertools.count()
         self._keys = itertools.count(1)
         self._live: dict[int, Line] = {}
@@ -96,8 +94,8 @@ class LLM:
         One SamplingParams serves all prompts, a list gives one per prompt. A request that cannot
         be admitted raises before anything has run.
         """
-        listed = _as_list(prompts)
-        params = _one_per_prompt(sampling_params, len(listed))
+        listed = as_list(prompts)
+        params = one_per_prompt(sampling_params, len(listed))
         taken: list[str] = []
         try:
             for prompt, knobs in zip(listed, params, strict=True):
@@ -120,7 +118,7 @@ class LLM:
 
         Keywords: `add_generation_prompt`, `continue_final_message`, `template_kwargs`.
         """
-        tokenizer = self._need_tokenizer()
+        tokenizer = self._reader.need_tokenizer()
         single = bool(messages) and isinstance(messages[0], Mapping)
         chats = cast("list[list[dict[str, Any]]]", [messages] if single else messages)
         renderer = load_template(tokenizer, None)
@@ -132,6 +130,20 @@ class LLM:
             use_tqdm,
         )
 
+    def infill(
+        self,
+        prefix: Prompt | Sequence[Prompt],
+        suffix: str | Sequence[str],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """What stands between every prefix and its suffix: `max_tokens` tokens, which texts and
+        usage are of. Diffusion models only; others raise Unsupported.
+
+        One suffix serves all prefixes, a list gives one per prefix; the rest is as in `generate`.
+        """
+        return self.generate(with_suffixes(prefix, suffix), sampling_params, use_tqdm)
+
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Queues one prompt and returns its id; `step` makes it progress.
 
@@ -139,7 +151,8 @@ class LLM:
         """
         params = sampling_params or SamplingParams()
         request_id = f"offline-{next(self._ids)}"
-        pending = Pending(request_id, self._read(prompt), params, self._tokenizer or NoText())
+        read = self._reader.read(prompt, params)
+        pending = Pending(request_id, read, params, self._tokenizer or NoText())
         keys: list[int] = []
         try:
             for line, submit in zip(pending.lines, to_submits(pending, self._keys), strict=True):
@@ -212,52 +225,6 @@ class LLM:
             self._scheduler.abort(Abort(key))
             del self._live[key]
 
-    def _read(self, prompt: Prompt) -> TextPrompt:
-        if isinstance(prompt, str):
-            ids = self._need_tokenizer().encode(prompt, add_special_tokens=True)
-            return TextPrompt(prompt, ids)
-        if not isinstance(prompt, Mapping):
-            return TextPrompt(None, list(prompt))
-        if "prompt_token_ids" in prompt:
-            return TextPrompt(prompt.get("prompt"), list(prompt["prompt_token_ids"]))
-        if "prompt" not in prompt:
-            raise InvalidRequest(
-                "a prompt given as a dictionary needs `prompt` or `prompt_token_ids`",
-                param="prompt",
-            )
-        return self._read(prompt["prompt"])
-
-    def _need_tokenizer(self) -> TextTokenizer:
-        if self._tokenizer is None:
-            raise InvalidRequest(
-                "this LLM was made with skip_tokenizer_init: give prompts as token ids",
-                param="prompt",
-            )
-        return self._tokenizer
-
 
 def _silent(stage: str, done: int, total: int) -> None:
     """Start-up progress nobody watches."""
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Several prompts, whichever way one or many were given."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    listed = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
-        return [cast("Sequence[int]", listed)]
-    return cast("list[Prompt]", listed)
-
-
-def _one_per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise InvalidRequest(
-            f"{count} prompts but {len(params)} SamplingParams: give one, or one per prompt",
-            param="sampling_params",
-        )
-    return list(params)

@@ -10,7 +10,7 @@ import gc
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import replace
 
 from engine_service.core.messages import Command, Event, StepOutput, Submit
 from engine_service.core.messages import Finish as CoreFinish
@@ -21,6 +21,7 @@ from frontend.messages import Delta, Finish, FinishReason, Timings, TokenLogprob
 from frontend.request import Options, Sampling
 from frontend.tokenizer import Piece, Vocabulary
 from tidemill.outputs import CompletionOutput, Logprob, RequestOutput, RequestUsage
+from tidemill.prompts import TextPrompt
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.sampling_params import SamplingParams
 
@@ -56,11 +57,6 @@ def calm_collector() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-class TextPrompt(NamedTuple):
-    text: str | None
-    token_ids: list[int]
 
 
 class Mailbox:
@@ -167,7 +163,8 @@ class Pending:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
-        view, options = PromptView(prompt.token_ids, prompt.text or ""), _options(params)
+        view = PromptView(prompt.token_ids, prompt.text or "", gap=prompt.gap)
+        options = _options(params)
         choices = (Choice(index, view, vocabulary, options) for index in range(params.n))
         self.lines = [
             Line(request_id, choice, is_watched=bool(params.stop_strings)) for choice in choices
@@ -216,7 +213,10 @@ class Pending:
 
 def to_submits(pending: Pending, keys: Iterator[int]) -> Iterator[Submit]:
     """One Submit per sequence; unseeded sequences of a request draw their own seeds."""
-    params, prompt = pending.params, pending.prompt.token_ids
+    params, prompt, gap = pending.params, pending.prompt.token_ids, pending.prompt.gap
+    sampling = _core_sampling(params)
+    if gap is not None:
+        sampling = replace(sampling, max_tokens=gap.num_tokens + len(gap.suffix_ids))
     try:
         packed = struct.pack(f"<{len(prompt)}I", *prompt)
     except (struct.error, TypeError) as failure:
@@ -228,9 +228,10 @@ def to_submits(pending: Pending, keys: Iterator[int]) -> Iterator[Submit]:
             key=next(keys),
             request_id=f"{pending.request_id}-{choice}",
             prompt=packed,
-            sampling=_core_sampling(params),
-            decoding=DecodingChoice(method=params.method, params=params.method_params),
+            sampling=sampling,
+            decoding=DecodingChoice(method=params.method, params=params.knobs),
             choice=choice,
+            pinned=gap.pinned(len(prompt)) if gap else (),
         )
 
 

@@ -5,7 +5,9 @@ Nothing is done per token. It does not know streams.
 
 from __future__ import annotations
 
-from engine_service.core.messages import Finish, FinishReason, Submit
+from collections.abc import Iterable
+
+from engine_service.core.messages import Finish, FinishReason, Submit, Usage
 from engine_service.server.core_client import Ended
 from tidemill.runtime.errors import ServiceError
 from tidemill.runtime.telemetry import Attributes, Span, Tracer, epoch_ns, parse
@@ -34,7 +36,10 @@ def trace_request(
             return
         _phases(span, outcome)
         error = _FAILED.get(outcome.reason)
-        span.end(attributes=attributes | _usage(outcome, block_length), error=error)
+        attributes |= _usage(outcome)
+        if outcome.usage.denoise_steps:
+            attributes["tidemill.blocks"] = _num_blocks(outcome.usage, submit.pinned, block_length)
+        span.end(attributes=attributes, error=error)
 
     return ended
 
@@ -61,13 +66,22 @@ def _phases(span: Span, finish: Finish) -> None:
         pause.end(end_ns=epoch_ns(resumed))
 
 
-def _usage(finish: Finish, block_length: int) -> Attributes:
+def _num_blocks(usage: Usage, pinned: Iterable[tuple[int, int]], block_length: int) -> int:
+    """Blocks from the first token behind the prompt to the last generated one.
+
+    `output_tokens` leaves out what the caller pinned, but pinned tokens push generated ones back;
+    those behind the last generated one are given, and nothing was computed for them.
+    """
+    stop = usage.prompt_tokens + usage.output_tokens
+    for position, _ in sorted(pinned):
+        stop += position < stop
+    return -(-stop // block_length) - usage.prompt_tokens // block_length
+
+
+def _usage(finish: Finish) -> Attributes:
     usage = finish.usage
     passes = max(1, usage.forward_passes)
-    length = usage.prompt_tokens + usage.output_tokens
-    touched = -(-length // block_length) - usage.prompt_tokens // block_length
-    of_diffusion: Attributes = {"tidemill.blocks": touched} if usage.denoise_steps else {}
-    return of_diffusion | {
+    return {
         "gen_ai.response.finish_reasons": finish.reason.name.lower(),
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.output_tokens,

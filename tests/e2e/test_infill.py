@@ -13,6 +13,7 @@ import pytest
 from tests.e2e.real_stack import Faces, Stack, connected, engine, free_port, frontend, until_idle
 from tests.service.engine_fixtures import pack, rest, unpack
 from tidemill.client import AsyncClient, Client
+from tidemill.llm import LLM
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.runtime.rpc import to_error
 from tidemill.sampling_params import SamplingParams
@@ -89,6 +90,18 @@ def fill_blocking(address: str, task: tuple[str, str, str]) -> str:
     with Client(address) as client:
         params = SamplingParams(temperature=0.0, max_tokens=len(task[2]))
         return client.infill(task[0], task[1], params).text
+
+
+async def test_offline_and_served_gaps_are_filled_alike(faces: Faces, blocks: Stack) -> None:
+    """Also where every token is drawn: the same prompt, pinned tokens and random numbers."""
+    params = SamplingParams(temperature=1.2, seed=11, max_tokens=21)
+    async with AsyncClient(f"127.0.0.1:{blocks.grpc_port}") as client:
+        served = [(await client.infill(before, after, params)).text for before, after, _ in TASKS]
+    prefixes, suffixes, _ = zip(*TASKS, strict=True)
+    llm = await asyncio.to_thread(LLM, "demo-block", max_model_len=512)
+    offline = await asyncio.to_thread(llm.infill, prefixes, suffixes, params, False)
+    assert [output.outputs[0].text for output in offline] == served
+    assert {output.usage.output_tokens for output in offline} == {21}
 
 
 async def test_what_stands_behind_a_gap_changes_what_fills_it(faces: Faces) -> None:

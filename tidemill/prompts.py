@@ -1,0 +1,162 @@
+"""What callers of `tidemill.LLM` give it: prompts one or many, as texts or token ids, and suffixes.
+
+Texts become tokens here, and a suffix becomes a gap by the frontend's own rules, so that offline
+and served requests are read the same. It does not know the engine's loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from engine_service.core.checks import check_whole
+from engine_service.core.messages import EngineFacts as CoreFacts
+from frontend.gap import Gap, check_gap, check_suffix_ids, check_suffix_len, fit_prompt
+from frontend.messages import EngineFacts
+from frontend.request import Options, Sampling, TextRequest
+from frontend.tokenizer import TextTokenizer
+from tidemill.runtime.errors import InvalidRequest
+from tidemill.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}; a "suffix" beside either is a
+text that stands behind what is generated, as in `LLM.infill`."""
+
+_KEYS = ("prompt", "prompt_token_ids", "suffix")
+
+
+class TextPrompt(NamedTuple):
+    """A prompt as the engine gets it; `gap` is there when a suffix follows."""
+
+    text: str | None
+    token_ids: list[int]
+    gap: Gap | None = None
+
+
+class PromptReader:
+    """Reads prompts for one engine; without a tokenizer these must be token ids."""
+
+    def __init__(self, tokenizer: TextTokenizer | None, facts: CoreFacts) -> None:
+        self._tokenizer = tokenizer
+        self._facts = facts
+
+    def need_tokenizer(self, param: str = "prompt") -> TextTokenizer:
+        """Raises InvalidRequest, naming the text that cannot be read, where there is none."""
+        if self._tokenizer is None:
+            raise InvalidRequest(
+                f"this LLM was made with skip_tokenizer_init and reads no text in {param}: give "
+                "prompts as token ids, and no suffix",
+                param=param,
+            )
+        return self._tokenizer
+
+    def read(self, prompt: Prompt, params: SamplingParams) -> TextPrompt:
+        """Raises InvalidRequest, or Unsupported for a suffix where nothing can be filled in."""
+        if isinstance(prompt, str):
+            return TextPrompt(prompt, self.need_tokenizer().encode(prompt, add_special_tokens=True))
+        if not isinstance(prompt, Mapping):
+            return TextPrompt(None, list(prompt))
+        unknown = [key for key in prompt if key not in _KEYS]
+        if unknown:
+            raise InvalidRequest(
+                f"a prompt given as a dictionary has {unknown[0]!r}; it may have "
+                f"{', '.join(_KEYS)}: leave the rest out",
+                param="prompt",
+            )
+        if "prompt_token_ids" in prompt:
+            read = TextPrompt(prompt.get("prompt"), list(prompt["prompt_token_ids"]))
+        elif "prompt" in prompt:
+            read = self.read(prompt["prompt"], params)
+        else:
+            raise InvalidRequest(
+                "a prompt given as a dictionary needs `prompt` or `prompt_token_ids`",
+                param="prompt",
+            )
+        suffix = prompt.get("suffix")
+        return read._replace(gap=self._open_gap(read, suffix, params)) if suffix else read
+
+    def _open_gap(self, prompt: TextPrompt, suffix: Any, params: SamplingParams) -> Gap:
+        if not isinstance(suffix, str):
+            raise InvalidRequest(f"suffix is {suffix!r}; it must be a text", param="suffix")
+        tokenizer, facts = self.need_tokenizer("suffix"), _as_heard(self._facts)
+        options = Options(sampling=Sampling(max_tokens=params.max_tokens))
+        check_gap(TextRequest(prompts=(), options=options, suffix=suffix), facts)
+        if params.max_tokens is None:
+            raise InvalidRequest(
+                "max_tokens is None, and suffix needs a gap of a known length; max_tokens is the "
+                "length of the gap: set it to 1 or more",
+                param="max_tokens",
+            )
+        check_whole("max_tokens", params.max_tokens, low=1)
+        check_suffix_len(tokenizer.least_tokens(suffix))
+        suffix_ids = tokenizer.encode(suffix, add_special_tokens=False)
+        check_suffix_ids(suffix_ids)
+        *_, gap = fit_prompt(
+            prompt.token_ids, suffix_ids, options, facts, param="prompt", is_default=False
+        )
+        assert gap is not None, "a suffix with tokens, and no gap"
+        return gap
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Several prompts, whichever way one or many were given."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(item, int) for item in listed):
+        return [cast("Sequence[int]", listed)]
+    return cast("list[Prompt]", listed)
+
+
+def one_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """Parameters of `count` prompts; raises InvalidRequest for a list of another length."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidRequest(
+            f"{count} prompts but {len(params)} SamplingParams: give one, or one per prompt",
+            param="sampling_params",
+        )
+    return list(params)
+
+
+def with_suffixes(prefixes: Prompt | Sequence[Prompt], suffix: str | Sequence[str]) -> list[Prompt]:
+    """Every prefix with the suffix that follows its gap; one suffix serves all of them.
+
+    Raises InvalidRequest for an empty suffix, and for a list of another length.
+    """
+    listed = as_list(prefixes)
+    is_one = isinstance(suffix, str) or not isinstance(suffix, Sequence)
+    suffixes = [cast("str", suffix)] * len(listed) if is_one else list(suffix)
+    if len(suffixes) != len(listed):
+        raise InvalidRequest(
+            f"{len(listed)} prefixes but {len(suffixes)} suffixes: give one, or one per prefix",
+            param="suffix",
+        )
+    for text in suffixes:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest(
+                f"suffix is {text!r}; infill fills the gap in front of a text: give one, or use "
+                "generate",
+                param="suffix",
+            )
+    return [{"prompt": p, "suffix": s} for p, s in zip(listed, suffixes, strict=True)]
+
+
+def _as_heard(facts: CoreFacts) -> EngineFacts:
+    """What a frontend would be told of this engine."""
+    return EngineFacts(
+        instance_id="",
+        model_id=facts.model_id,
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+        max_logprobs=facts.max_logprobs,
+        tokenizer_sha256="",
+        default_method=facts.default_method,
+        methods=facts.methods,
+        block_length=facts.block_length,
+        mask_token_id=facts.mask_token_id,
+        eos_token_ids=facts.eos_token_ids,
+    )
