@@ -9,7 +9,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,31 +23,20 @@ import httpx
 
 from tests.service.engine_fixtures import Client as SessionClient
 from tests.service.engine_fixtures import session
+from tests.waiting import PATIENCE_S, eventually, free_port, http_client
 from tidemill.runtime.rpc import channel_options
 from tidemill.v1 import engine_pb2, engine_pb2_grpc, text_pb2, text_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"
-START_S = 50.0
-SETTLE_S = 8.0
+START_S = 180.0
+"""Three interpreters load torch and gRPC, on a machine that may be doing so for others too."""
 LONG_TEXT = {
     "prompt": {"text": "a"},
     "options": {"sampling": {"max_tokens": 2000}, "ignore_eos": True},
 }
+ASKED = {"prompt": "a"}
 SLACK_HANDLES = 2  # a connection that is being closed by the other side
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
-def eventually(condition: Any, what: str, seconds: float = START_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 class Service:
@@ -86,7 +74,7 @@ class Service:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(10)
+                self.process.wait(PATIENCE_S)
         self.process.kill()
         self.process.wait()
 
@@ -115,7 +103,7 @@ def frontend(folder: Path, engine_port: int, *argv: str) -> Iterator[Stack]:
         folder, "frontend", f"--engine={HOST}:{engine_port}", "--drain-timeout-s=1", *flags, *argv
     ) as service:
         stack.services["frontend"] = service.pid
-        eventually(lambda: "listening" in service.log, "the frontend does not start")
+        eventually(lambda: "listening" in service.log, "the frontend does not start", START_S)
         yield stack
 
 
@@ -133,11 +121,11 @@ class Stack:
         return f"http://{HOST}:{self.http_port}"
 
     def health(self) -> dict[str, Any]:
-        return dict(httpx.get(f"{self.url}/health").json())
+        return dict(httpx.get(f"{self.url}/health", timeout=PATIENCE_S).json())
 
     def wait_ready(self) -> None:
         """Until the frontend takes requests."""
-        eventually(lambda: self.health()["status"] == "ready", "the stack is not ready")
+        eventually(lambda: self.health()["status"] == "ready", "the stack is not ready", START_S)
 
     def num_handles(self) -> dict[str, int]:
         """Open files of each process: sockets, pipes, temporary files."""
@@ -175,7 +163,7 @@ class Faces:
         load, health = (await self.state()).load, await self.http.get("/health")
         return load.running, load.waiting, load.pages_used, health.json()["requests"]
 
-    async def until_busy(self, wanted: Any, seconds: float = SETTLE_S) -> None:
+    async def until_busy(self, wanted: Any, seconds: float = PATIENCE_S) -> None:
         """Waits until `wanted(running, waiting, pages, requests)`."""
         deadline = time.monotonic() + seconds
         while not wanted(*(now := await self.busy())):
@@ -188,7 +176,7 @@ async def connected(stack: Stack) -> AsyncIterator[Faces]:
     """Fresh connections, of this test alone."""
     own = [*channel_options(64 << 20), ("grpc.use_local_subchannel_pool", 1)]
     async with (
-        httpx.AsyncClient(base_url=stack.url, timeout=30) as http,
+        http_client(stack.url) as http,
         grpc.aio.insecure_channel(f"{HOST}:{stack.grpc_port}", own) as text,
         grpc.aio.insecure_channel(f"{HOST}:{stack.port}", own) as engine,
     ):
@@ -232,7 +220,7 @@ async def settled(stack: Stack) -> AsyncIterator[None]:
     """What was opened inside is closed again at the end, in every process."""
     before = stack.num_handles()
     yield
-    deadline = time.monotonic() + SETTLE_S
+    deadline = time.monotonic() + PATIENCE_S
     while any(now > before[name] + SLACK_HANDLES for name, now in stack.num_handles().items()):
         assert time.monotonic() < deadline, f"open files: {before}, now {stack.num_handles()}"
         await asyncio.sleep(0.02)
@@ -249,9 +237,15 @@ def text_call(stub: Any, method: str, **options: Any) -> Any:
 
 async def check_away(stack: Stack, words: str) -> None:
     """What clients hear while there is no engine; probes see a live frontend that is not ready."""
-    async with httpx.AsyncClient(base_url=stack.url) as client:
+    async with http_client(stack.url) as client:
+        # An engine that is on its way out may answer once more, in other words.
+        async with asyncio.timeout(PATIENCE_S):
+            while not re.search(  # noqa: ASYNC110 (in another process)
+                words, (await client.post("/v1/completions", json=ASKED)).text
+            ):
+                await asyncio.sleep(0.05)
         chat = {"messages": [{"role": "user", "content": "a"}]}
-        for path, body in (("completions", {"prompt": "a"}), ("chat/completions", chat)):
+        for path, body in (("completions", ASKED), ("chat/completions", chat)):
             answer = await client.post(f"/v1/{path}", json=body)
             assert answer.status_code == 503, answer.text
             assert answer.headers["retry-after"] == "1"

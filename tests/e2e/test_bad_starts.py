@@ -23,18 +23,16 @@ from tests.e2e.real_stack import (
     check_away,
     connected,
     engine,
-    eventually,
-    free_port,
     frontend,
     good,
     running,
 )
 from tests.service.engine_fixtures import rest
+from tests.waiting import eventually, free_port
 from tidemill.runtime.rpc import channel_options
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc
 
-pytestmark = pytest.mark.timeout(120)
 DEMO = ROOT / "tidemill" / "builtin" / "demo"
 
 
@@ -56,7 +54,7 @@ def test_port_in_use(tmp_path: Path, verb: str, flag: str) -> None:
         port = other.getsockname()[1]
         flags = [f"--{name}-port=0" for name in names]
         with running(tmp_path, verb, *flags, f"{flag}={port}") as service:
-            assert service.wait(20) == 1
+            assert service.wait() == 1
     assert re.search(rf"{HOST}:{port}.*in use.*another .*{flag} \(0 takes a free", service.log)
     assert "Traceback" not in service.log
 
@@ -121,7 +119,7 @@ async def test_broken_files_of_a_model(tmp_path: Path, name: str) -> None:
                     seen.append(state)
         assert seen[-1].state == pb.ENGINE_STATE_ERROR
         assert re.search(words, seen[-1].detail), seen[-1]
-        assert await asyncio.to_thread(served.wait, 10) == 1
+        assert await asyncio.to_thread(served.wait) == 1
     assert re.search(words, served.log)
     assert "Traceback" not in served.log
 
@@ -145,5 +143,5 @@ async def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
             with pytest.raises(grpc.aio.AioRpcError, match=words) as caught:
                 await rest(faces.info.GetTokenizer(pb.GetTokenizerRequest()))
             assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        eventually(lambda: re.search(words, bare.health()["last_error"]), "no advice", 5)
+        eventually(lambda: re.search(words, bare.health()["last_error"]), "no advice")
         await check_away(bare, rf"cannot serve the engine at {HOST}:{port}: {words}")

@@ -13,8 +13,6 @@ import pytest
 
 from tests.e2e.test_serve import FREE_PORTS, ROOT, serve
 
-pytestmark = pytest.mark.timeout(120)
-
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 PYTHON = [text for language, text in BLOCKS if language == "python"]

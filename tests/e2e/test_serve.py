@@ -15,14 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.real_stack import START_S, is_gone
 from tidemill.client import Client
 from tidemill.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--engine-port=0")
-READY_S, END_S = 50.0, 20.0
-
-pytestmark = pytest.mark.timeout(120)
 
 
 class Served:
@@ -41,14 +39,14 @@ class Served:
         return (self._folder / "err").read_text()
 
     def wait_ready(self) -> None:
-        deadline = time.monotonic() + READY_S
+        deadline = time.monotonic() + START_S
         while "curl" not in self.out:
             assert self.process.poll() is None, self.err
             assert time.monotonic() < deadline, self.err
             time.sleep(0.05)
 
     def wait_end(self) -> int:
-        return self.process.wait(END_S)
+        return self.process.wait(START_S)
 
     def children(self) -> dict[str, int]:
         """Module name to pid of everything that was started, ranks included."""
@@ -76,8 +74,8 @@ def serve(folder: Path, *argv: str) -> Iterator[Served]:
 
 
 def assert_gone(pids: dict[str, int]) -> None:
-    deadline = time.monotonic() + END_S
-    while running := [name for name, pid in pids.items() if Path(f"/proc/{pid}").exists()]:
+    deadline = time.monotonic() + START_S
+    while running := [name for name, pid in pids.items() if not is_gone(pid)]:
         assert time.monotonic() < deadline, f"{running} still run"
         time.sleep(0.05)
 

@@ -14,18 +14,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
-from tests.e2e.real_stack import HOST, ROOT, Stack, engine, free_port, frontend
+from tests.e2e.real_stack import HOST, ROOT, Stack, engine, frontend
 from tests.service import frontends
 from tests.service.fake_engine import serving
-from tests.service.frontends import frontend_for, make_engine, until, write_tokenizer
+from tests.service.frontends import frontend_for, make_engine, write_tokenizer
+from tests.waiting import PATIENCE_S, free_port, http_client, until
 from tidemill.runtime.errors import InvalidRequest, Overloaded
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 FLAGS = (
     "--headless",
@@ -37,7 +37,8 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-WAIT_MS = 20_000
+WAIT_MS = 1000 * PATIENCE_S
+expect.set_options(timeout=WAIT_MS)
 EVIL = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 
 WATCH = """() => {
@@ -95,7 +96,9 @@ def chromium() -> str:
 async def browser() -> AsyncIterator[Browser]:
     path = chromium()
     async with async_playwright() as playwright:
-        running = await playwright.chromium.launch(executable_path=path, args=list(FLAGS))
+        running = await playwright.chromium.launch(
+            executable_path=path, args=list(FLAGS), timeout=3 * WAIT_MS
+        )
         yield running
         await running.close()
 
@@ -115,7 +118,7 @@ async def echo(tmp_path: Path) -> AsyncIterator[frontends.Stack]:
     fake, tokenizer = make_engine(tmp_path)
     write_tokenizer(tmp_path / "tokenizer", template=None)
     async with serving(fake) as port, frontend_for(port) as served:
-        assert await served.desk.engine.wait_ready(10)
+        assert await served.desk.engine.wait_ready(PATIENCE_S)
         yield frontends.Stack(fake, served, tokenizer)
 
 
@@ -146,7 +149,7 @@ async def ask(page: Page, prompt: str, state: str = "done", **knobs: str) -> Non
 
 
 async def answer(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+    async with http_client(url) as client:
         got = await client.post(path, json=body)
         assert got.status_code == 200, got.text
         return dict(got.json())
@@ -284,7 +287,7 @@ async def test_an_autoregressive_model_has_text_and_no_canvas(
 
 
 async def test_stop_ends_the_request(browser: Browser, echo: frontends.Stack) -> None:
-    echo.engine.step_s = 0.02
+    echo.engine.hold_after = 20
     async with opened(browser, echo.url) as page:
         assert not await page.is_visible("#mode"), "a chat without a template"
         for stop in ("click", "Escape"):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
 
 from engine_service.config import EngineConfig
+from engine_service.core.messages import FinishReason
 from engine_service.server.launch import EngineServer
 from engine_service.server.state import EngineState
+from tests.waiting import until
 from tidemill.runtime.rpc import channel_options
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc
@@ -21,14 +24,8 @@ FAKE = "tests.service.fake_core"
 
 
 def config(**values: Any) -> EngineConfig:
-    base = {"model": "fake", "engine_port": 0, "simulated_step_ms": 2.0, "drain_timeout_s": 5.0}
+    base = {"model": "fake", "engine_port": 0, "simulated_step_ms": 2.0, "drain_timeout_s": 60.0}
     return EngineConfig(**{**base, **values})
-
-
-async def until(condition: Any, timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - any condition, no event to wait for
-            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
@@ -42,9 +39,9 @@ async def engine(*, wait: bool = True, **values: Any) -> AsyncIterator[EngineSer
         yield server
     finally:
         await server.stop()
+    await until(lambda: not (asyncio.all_tasks() - before))
     assert server.desk.core.num_live == 0
     assert not server.desk.sessions
-    await until(lambda: not (asyncio.all_tasks() - before))
     assert server._rank._process.poll() is not None
 
 
@@ -81,6 +78,24 @@ async def rest(call: Any) -> list[Any]:
     while (one := await call.read()) is not grpc.aio.EOF:
         found.append(one)
     return found
+
+
+async def until_late(server: EngineServer, call: Callable[[float], Any]) -> None:
+    """Calls with ever longer deadlines until the engine has counted one that passed.
+
+    The deadline of a call may pass before the call has left its client; and the client's own clock
+    may cancel the call before the server's does, which counts as an abort.
+    """
+    finished = server.desk.core.finished
+    before = finished[FinishReason.DEADLINE]
+    for attempt in range(40):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rest(call(0.02 * 1.1**attempt))
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: server.desk.core.num_live == 0)
+        if finished[FinishReason.DEADLINE] > before:
+            return
+    raise AssertionError(f"no deadline was counted: {finished}")
 
 
 class Client:

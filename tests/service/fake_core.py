@@ -2,7 +2,8 @@
 
 Four rows, a queue of two, one prompt token per step for prompts above 100 tokens (a prefill that
 lasts), `simulated_step_ms` per step. Run as the rank process: `python -m ... FD PARENT_PID`.
-`model` chooses the start-up: fake, fake-slow (one second), fake-fatal (dies with last words).
+`model` chooses the start-up: fake, fake-slow (until it is told anything), fake-fatal (dies with
+last words).
 """
 
 from __future__ import annotations
@@ -156,10 +157,10 @@ FACTS = EngineFacts(
 
 def main() -> None:
     pipe = BlockingPipe(socket.socket(fileno=int(sys.argv[1])))
-    (config,) = pipe.receive(None)
+    config, *more = pipe.receive(None)
     pipe.send([Progress("loading weights", 1, 4)])
-    if config.model == "fake-slow":
-        time.sleep(1.0)
+    if config.model == "fake-slow" and isinstance((more or pipe.receive(None))[0], Shutdown):
+        return
     if config.model == "fake-fatal":
         pipe.send([Fatal("the fake model has no weights")])
         return

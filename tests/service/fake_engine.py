@@ -47,6 +47,18 @@ class Row:
     aborted: bool = False
 
 
+class Writer:
+    """The frames of one session, one after the other: gRPC takes no second write beside a first."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._turn = asyncio.Lock()
+
+    async def write(self, frame: pb.SessionResponse) -> None:
+        async with self._turn:
+            await self._context.write(frame)
+
+
 @dataclass(eq=False)
 class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
     """Set the fields before or while it runs."""
@@ -62,14 +74,18 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
     refuse: ServiceError | None = None
     """Answer of every Submit."""
     hold: bool = False
-    """Sequences wait before their first token."""
+    """Sequences wait before their next token."""
+    hold_after: int | None = None
+    """Sequences wait behind so many tokens."""
     instance_id: str = "fake-1"
     submits: list[pb.GenerateSpec] = field(default_factory=list)
     outcomes: list[str] = field(default_factory=list)
     """How each sequence ended: stop, length, aborted, deadline, matched."""
     live: int = 0
     hellos: list[pb.Hello] = field(default_factory=list)
-    sessions: list[Any] = field(default_factory=list)
+    sessions: list[Writer] = field(default_factory=list)
+    sent: int = 0
+    """Tokens of all sequences."""
     generation: int = 0
     """Sessions of an older generation end."""
 
@@ -108,16 +124,16 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
                 yield pb.GetTokenizerResponse(chunk=chunk)
 
     async def Session(self, requests: Any, context: Any) -> None:
-        generation = self.generation
-        self.sessions.append(context)
+        generation, writer = self.generation, Writer(context)
+        self.sessions.append(writer)
         first = await anext(requests)
         self.hellos.append(first.hello)
         if first.hello.protocol_major != 1:
             await abort(context, InvalidRequest("wrong protocol"))
         ack = pb.HelloAck(protocol_major=1, instance_id=self.instance_id, model_id=self.model_id)
-        await context.write(pb.SessionResponse(hello_ack=ack))
+        await writer.write(pb.SessionResponse(hello_ack=ack))
         rows: dict[int, Row] = {}
-        reader = asyncio.create_task(self._read(requests, rows, context))
+        reader = asyncio.create_task(self._read(requests, rows, writer))
         try:
             reported = 0.0
             while not reader.done() and generation == self.generation:
@@ -125,10 +141,10 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
                     reported = time.monotonic()
                     load = pb.Load(running=len(rows), waiting=1, pages_used=1, pages_total=4)
                     report = pb.LoadReport(load=load)
-                    await context.write(pb.SessionResponse(load_report=report))
+                    await writer.write(pb.SessionResponse(load_report=report))
                 step = self._step(rows)
                 if step is not None:
-                    await context.write(pb.SessionResponse(step=step))
+                    await writer.write(pb.SessionResponse(step=step))
                 await asyncio.sleep(self.step_s)
             if generation != self.generation:
                 await abort(context, Unavailable("the session was dropped"))
@@ -138,11 +154,11 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
             for row in rows.values():
                 self._end(row, "lost")
 
-    async def _read(self, requests: Any, rows: dict[int, Row], context: Any) -> None:
+    async def _read(self, requests: Any, rows: dict[int, Row], writer: Writer) -> None:
         async for frame in requests:
             kind = frame.WhichOneof("frame")
             if kind == "submit":
-                await self._submit(frame.submit, rows, context)
+                await self._submit(frame.submit, rows, writer)
             elif kind == "abort":
                 for handle in frame.abort.handles:
                     if handle in rows:
@@ -150,7 +166,7 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
             elif kind == "stop_matched" and frame.stop_matched.handle in rows:
                 rows[frame.stop_matched.handle].stopped_at = frame.stop_matched.completion_tokens
 
-    async def _submit(self, submit: Any, rows: dict[int, Row], context: Any) -> None:
+    async def _submit(self, submit: Any, rows: dict[int, Row], writer: Writer) -> None:
         spec = submit.spec
         self.submits.append(spec)
         error = self.refuse
@@ -173,7 +189,7 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
                 retriable=error.retriable,
                 retry_after_ms=error.retry_after_ms or 0,
             )
-            await context.write(pb.SessionResponse(failed=failed))
+            await writer.write(pb.SessionResponse(failed=failed))
             return
         self.live += 1
         rows[submit.handle] = Row(spec, unpack(spec.prompt_token_ids), time.monotonic())
@@ -233,10 +249,13 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
         ids = []
         pinned = {one.position: one.token_id for one in spec.pinned}
         for _ in range(self.tokens_per_step):
+            if self.hold_after is not None and row.num_out >= self.hold_after:
+                break
             token = row.prompt[row.num_out % len(row.prompt)]
             token = pinned.get(len(row.prompt) + row.num_out, token)
             ids.append(token)
             row.num_out += 1
+            self.sent += 1
             if token in stops:
                 return ids, REASON.FINISH_REASON_STOP_TOKEN, token
             if row.num_out >= limit:

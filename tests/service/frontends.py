@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from frontend.app import FrontendServer
 from frontend.config import FrontendConfig
 from tests.service.fake_engine import FakeEngine, serving
+from tests.waiting import PATIENCE_S, http_client
+from tests.waiting import until as until
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
@@ -59,6 +61,10 @@ class Stack(NamedTuple):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.frontend.http_port}"
 
+    def http(self) -> httpx.AsyncClient:
+        """A new client of the HTTP face."""
+        return http_client(self.url)
+
     @property
     def grpc_address(self) -> str:
         return f"127.0.0.1:{self.frontend.grpc_port}"
@@ -90,12 +96,5 @@ async def stack(
     """Engine and frontend, connected."""
     fake, tokenizer = make_engine(folder, **(engine or {}))
     async with serving(fake) as port, frontend_for(port, **flags) as frontend:
-        assert await frontend.desk.engine.wait_ready(10), frontend.desk.engine.last_error
+        assert await frontend.desk.engine.wait_ready(PATIENCE_S), frontend.desk.engine.last_error
         yield Stack(fake, frontend, tokenizer)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 8.0) -> None:
-    """Waits for something that another task or process brings about."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
-            await asyncio.sleep(0.01)

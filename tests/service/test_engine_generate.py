@@ -18,8 +18,9 @@ from tests.service.engine_fixtures import (
     spec,
     stubs,
     unpack,
-    until,
+    until_late,
 )
+from tests.waiting import PATIENCE_S, until
 from tidemill.runtime.rpc import to_error
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc
@@ -76,29 +77,30 @@ async def test_cancel_aborts_in_decode_and_prefill(prompt: tuple[int, ...]) -> N
         if len(prompt) == 1:
             await call.read()
         call.cancel()
-        await until(lambda: server.desk.core.finished[FinishReason.ABORTED] == 1, 1.0)
+        await until(lambda: server.desk.core.finished[FinishReason.ABORTED] == 1)
         assert server.desk.core.num_live == 0
 
 
-async def test_deadline_of_a_millisecond_is_counted_and_leaks_nothing() -> None:
+async def test_deadline_of_a_call_is_counted_and_leaks_nothing() -> None:
     async with engine(simulated_step_ms=20) as server, stubs(server) as stub:
-        finished = server.desk.core.finished
+        request = pb.GenerateRequest(spec=spec(1, max_tokens=30_000))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await collect(stub.Generate(pb.GenerateRequest(spec=spec(1)), timeout=0.001))
+            await collect(stub.Generate(request, timeout=0.001))
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        with pytest.raises(grpc.aio.AioRpcError):
-            await collect(stub.Generate(pb.GenerateRequest(spec=spec(1)), timeout=0.05))
-        await until(lambda: finished[FinishReason.DEADLINE] >= 1)
-        assert finished[FinishReason.ABORTED] == 0
-        await until(lambda: server.desk.core.num_live == 0)
+        await until_late(server, lambda seconds: stub.Generate(request, timeout=seconds))
+        assert server.desk.core.num_live == 0
 
 
 async def test_timeout_in_the_spec_finishes_with_what_there_is() -> None:
     async with engine() as server, stubs(server) as stub:
-        asked = spec(8, max_tokens=30_000, timeout_ms=100)
-        answers = await rest(stub.Generate(pb.GenerateRequest(spec=asked), timeout=30))
-        assert answers[-1].finish.reason == pb.FINISH_REASON_DEADLINE
-        assert sum(len(one.token_ids) for one in answers) > 0
+        num_tokens, timeout_ms = 0, 100
+        while not num_tokens:  # a slow machine needs more time for the first one
+            assert timeout_ms < 1000 * PATIENCE_S
+            asked = spec(8, max_tokens=30_000, timeout_ms=timeout_ms)
+            answers = await rest(stub.Generate(pb.GenerateRequest(spec=asked)))
+            assert answers[-1].finish.reason == pb.FINISH_REASON_DEADLINE
+            num_tokens = sum(len(one.token_ids) for one in answers)
+            timeout_ms *= 4
 
 
 async def test_abort_is_idempotent_and_names_each_outcome() -> None:
@@ -169,9 +171,9 @@ async def test_malformed_bytes_end_only_their_own_call() -> None:
             stream = channel.stream_stream("/tidemill.v1.EngineService/Session")()
             await stream.write(b"\xff\xff\xff")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await asyncio.wait_for(stream.read(), 5)
+                await asyncio.wait_for(stream.read(), PATIENCE_S)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert begun + len((await collect(good))[0]) == 200
+        assert begun + len((await collect(good)).get(0, [])) == 200
 
 
 async def test_every_rpc_has_a_servicer_and_unserved_ones_are_named() -> None:
@@ -222,7 +224,7 @@ async def test_tokenizer_comes_in_chunks(tmp_path: object) -> None:
         assert [file.size for file in files] == [600_000, 2]
 
 
-SILENCES = [4.0, pytest.param(60.0, marks=[pytest.mark.slow, pytest.mark.timeout(120)])]
+SILENCES = [4.0, pytest.param(60.0, marks=pytest.mark.slow)]
 PINGS = [("grpc.keepalive_time_ms", 1000), ("grpc.http2.max_pings_without_data", 0)]
 
 
@@ -242,7 +244,7 @@ async def test_pings_on_a_silent_generate_do_not_kill_the_connection(silence_s: 
 
 async def test_control_pings_do_kill_the_connection_of_a_server_with_defaults() -> None:
     async def silent(request: bytes, context: object) -> bytes:
-        await asyncio.sleep(10)
+        await asyncio.sleep(2 * PATIENCE_S)
         return request
 
     method = grpc.unary_unary_rpc_method_handler(silent)

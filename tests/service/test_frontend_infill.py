@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.service.frontends import Stack, stack
+from tests.waiting import until
 from tidemill.runtime.rpc import to_error
 from tidemill.v1 import engine_pb2
 from tidemill.v1 import text_pb2 as pb
@@ -26,13 +27,12 @@ ASKED = {"prompt": "abc", "suffix": "<é>", "max_tokens": 7}
 async def served(tmp_path: Path) -> AsyncIterator[Stack]:
     async with stack(tmp_path, engine={"mask_token_id": MASK, "tokens_per_step": 3}) as running:
         yield running
-        assert running.engine.live == 0
-        assert running.frontend.desk.engine.num_slots == 0
+        await until(lambda: running.engine.live == running.frontend.desk.engine.num_slots == 0)
 
 
 @pytest.fixture
 async def http(served: Stack) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=served.url) as client:
+    async with served.http() as client:
         yield client
 
 
@@ -173,7 +173,7 @@ async def test_bad_infills(text: Any, name: str) -> None:
 async def test_a_model_that_only_appends_says_so(tmp_path: Path) -> None:
     async with (
         stack(tmp_path) as served,
-        httpx.AsyncClient(base_url=served.url) as http,
+        served.http() as http,
         grpc.aio.insecure_channel(served.grpc_address) as channel,
     ):
         answer = await http.post("/v1/completions", json=ASKED)

@@ -21,7 +21,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from frontend.app import FrontendServer
 from frontend.config import FrontendConfig
 from tests.service.fake_engine import serving
-from tests.service.frontends import frontend_for, make_engine, stack, until
+from tests.service.frontends import frontend_for, make_engine, stack
+from tests.waiting import PATIENCE_S, free_port, http_client, until
 from tidemill.client import AsyncClient
 from tidemill.runtime.errors import FailedPrecondition, Unavailable
 from tidemill.sampling_params import SamplingParams
@@ -30,19 +31,24 @@ from tidemill.v1 import engine_pb2 as pb
 ROOT = Path(__file__).parents[2]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+async def test_a_frontend_starts_without_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks for it at a steady pace, however long it is away."""
+    monkeypatch.setattr("frontend.engine_client._FIRST_BACKOFF_S", 0.123)
+    real, pauses = asyncio.sleep, list[float]()
 
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        await real(seconds)
 
-async def test_a_frontend_starts_without_its_engine(tmp_path: Path) -> None:
+    monkeypatch.setattr(asyncio, "sleep", sleep)
     fake, _ = make_engine(tmp_path)
     port = free_port()
     async with frontend_for(port) as frontend:
         url = f"http://127.0.0.1:{frontend.http_port}"
         grpc_address = f"127.0.0.1:{frontend.grpc_port}"
-        async with httpx.AsyncClient(base_url=url) as client, AsyncClient(grpc_address) as text:
+        async with http_client(url) as client, AsyncClient(grpc_address) as text:
             for path in ("/v1/models", "/health", "/health/ready", "/v1/health"):
                 answer = await client.get(path)
                 assert answer.status_code == 503, path
@@ -57,6 +63,8 @@ async def test_a_frontend_starts_without_its_engine(tmp_path: Path) -> None:
             with pytest.raises(Unavailable) as caught:
                 await text.generate("a")
             assert caught.value.retry_after_ms == 1000
+            await until(lambda: pauses.count(0.123) >= 4)
+            assert not {0.246, 0.492} & set(pauses)
             async with serving(fake, port):
                 await until(lambda: frontend.desk.state == "ready")
                 assert (await client.post("/v1/completions", json={"prompt": "a"})).is_success
@@ -69,26 +77,27 @@ async def test_an_engine_killed_in_the_middle(tmp_path: Path) -> None:
     port = free_port()
     async with frontend_for(port) as frontend:
         url = f"http://127.0.0.1:{frontend.http_port}"
-        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        async with http_client(url) as client:
             body = {"prompt": "ab", "max_tokens": 400}
             async with serving(fake, port):
                 await until(lambda: frontend.desk.state == "ready")
-                streamed = asyncio.create_task(
-                    client.post("/v1/completions", json={**body, "stream": True})
-                )
                 whole = asyncio.create_task(client.post("/v1/completions", json=body))
+                asked = client.build_request(
+                    "POST", "/v1/completions", json=body | {"stream": True}
+                )
+                answer = await client.send(asked, stream=True)
+                lines = answer.aiter_lines()
+                assert (await anext(lines)).startswith("data: ")
                 await until(lambda: fake.live == 2)
-                await asyncio.sleep(0.2)
-            answer = await streamed
-            events = answer.text.split("\n\n")
+            events = [line async for line in lines if line]
             assert answer.status_code == 200
-            assert events[-2:] == ["data: [DONE]", ""]
-            error = json.loads(events[-3].removeprefix("data: "))["error"]
+            assert events[-1] == "data: [DONE]"
+            error = json.loads(events[-2].removeprefix("data: "))["error"]
             assert error["code"] == "engine_dead"
             answer = await whole
             assert answer.status_code == 503
             assert answer.headers["retry-after"] == "1"
-            assert frontend.desk.num_live == 0
+            await until(lambda: frontend.desk.num_live == 0)
             fake.instance_id = "fake-2"
             async with serving(fake, port):
                 await until(lambda: frontend.desk.state == "ready")
@@ -96,8 +105,11 @@ async def test_an_engine_killed_in_the_middle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("same_process", [True, False])
-async def test_only_the_same_engine_is_asked_again(tmp_path: Path, same_process: bool) -> None:
+async def test_only_the_same_engine_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_process: bool
+) -> None:
     """Before the first token a request survives a lost session, but not a lost engine."""
+    monkeypatch.setattr("frontend.generation._RECONNECT_S", PATIENCE_S)
     fake, _ = make_engine(tmp_path, hold=True)
     port = free_port()
     async with frontend_for(port) as frontend, serving(fake, port):
@@ -106,11 +118,11 @@ async def test_only_the_same_engine_is_asked_again(tmp_path: Path, same_process:
             asked = asyncio.create_task(client.generate("ab", SamplingParams(max_tokens=3)))
             await until(lambda: fake.live == 1)
             fake.instance_id = "fake-1" if same_process else "fake-2"
-            fake.hold = False
             fake.drop_sessions()
             if same_process:
+                await until(lambda: len(fake.submits) == 2)
+                fake.hold = False
                 assert (await asked).text == "aba"
-                assert len(fake.submits) == 2
             else:
                 with pytest.raises(Unavailable) as caught:
                     await asked
@@ -122,7 +134,7 @@ async def test_a_draining_engine_takes_no_new_requests(tmp_path: Path) -> None:
     async with stack(tmp_path) as served:
         await served.engine.say(pb.SessionResponse(draining=pb.Draining(deadline_ms=1000)))
         await until(lambda: served.frontend.desk.state == "draining")
-        async with httpx.AsyncClient(base_url=served.url) as client:
+        async with served.http() as client:
             answer = await client.post("/v1/completions", json={"prompt": "a"})
             assert answer.status_code == 503
             assert answer.json()["error"]["code"] == "draining"
@@ -135,7 +147,7 @@ async def test_a_client_that_leaves_stops_the_engine(tmp_path: Path, phase: str,
     async with stack(tmp_path, engine=engine) as served:
         params = {"prompt": "ab", "max_tokens": 450, "stream": phase != "not streaming"}
         async with (
-            httpx.AsyncClient(base_url=served.url) as http,
+            served.http() as http,
             AsyncClient(served.grpc_address) as text,
         ):
             chosen = SamplingParams(max_tokens=450)
@@ -148,7 +160,7 @@ async def test_a_client_that_leaves_stops_the_engine(tmp_path: Path, phase: str,
             task = asyncio.create_task(work)
             await until(lambda: served.engine.live == 1)
             if phase == "while streaming":
-                await asyncio.sleep(0.1)
+                await until(lambda: served.engine.sent >= 10)
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
@@ -172,7 +184,7 @@ async def test_a_reader_that_is_too_slow_loses_only_its_own_request(tmp_path: Pa
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.write((head + body).encode())
         assert b"200" in await reader.readline()
-        await until(lambda: served.engine.outcomes == ["aborted"], 30)
+        await until(lambda: served.engine.outcomes == ["aborted"])
         async with AsyncClient(served.grpc_address) as client:
             assert (await client.generate("ab", SamplingParams(max_tokens=3))).text == "aba"
         assert served.frontend.desk.engine.num_slots == 0
@@ -188,20 +200,21 @@ async def test_a_reader_that_is_too_slow_loses_only_its_own_request(tmp_path: Pa
 
 async def test_draining_lets_running_requests_finish(tmp_path: Path) -> None:
     async with (
-        stack(tmp_path, engine={"step_s": 0.01}) as served,
-        httpx.AsyncClient(base_url=served.url) as client,
+        stack(tmp_path, engine={"hold_after": 10}) as served,
+        served.http() as client,
     ):
         body = {"prompt": "ab", "max_tokens": 60}
         running = asyncio.create_task(client.post("/v1/completions", json=body))
         await until(lambda: served.engine.live == 1)
         drained = asyncio.create_task(served.frontend.drain())
-        await asyncio.sleep(0.02)
+        await until(lambda: served.frontend.desk.state == "draining")
         answer = await client.post("/v1/completions", json=body)
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "draining"
         assert not drained.done()
+        served.engine.hold_after = None
         assert (await running).json()["usage"]["completion_tokens"] == 60
-        await asyncio.wait_for(drained, 2)
+        await asyncio.wait_for(drained, PATIENCE_S)
 
 
 async def test_a_busy_port_is_named_with_its_flag(tmp_path: Path) -> None:
@@ -242,9 +255,7 @@ async def test_the_process_serves_without_torch_and_drains_on_sigterm(tmp_path: 
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONWARNINGS": "default"},
         )  # fmt: skip
-        async with httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{http_port}", timeout=30
-        ) as client:
+        async with http_client(f"http://127.0.0.1:{http_port}") as client:
             await until_healthy(client)
             messages = [{"role": "user", "content": "hello"}]
             body = {"messages": messages, "max_tokens": 30}
@@ -252,7 +263,7 @@ async def test_the_process_serves_without_torch_and_drains_on_sigterm(tmp_path: 
             await until(lambda: fake.live == 1)
             process.send_signal(signal.SIGTERM)
             assert (await running).json()["usage"]["completion_tokens"] == 30
-        output, errors = await asyncio.wait_for(process.communicate(), 15)
+        output, errors = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     assert output.decode().split() == ["False", "0"], errors.decode()
     assert b"Traceback" not in errors, errors.decode()
     lines = [json.loads(line) for line in errors.decode().splitlines() if line.startswith("{")]
@@ -262,7 +273,7 @@ async def test_the_process_serves_without_torch_and_drains_on_sigterm(tmp_path: 
 
 
 async def until_healthy(client: httpx.AsyncClient) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(3 * PATIENCE_S):
         while True:
             with suppress(httpx.TransportError):
                 if (await client.get("/health")).status_code == 200:
@@ -281,7 +292,9 @@ async def test_grpc_health_and_reflection(tmp_path: Path) -> None:
         while (await watch.read()).status != 1:
             pass
         for name in ("", "liveness", "readiness", "tidemill.v1.TextService"):
-            assert (await stub.Check(ask(service=name))).status == 1
+            async with asyncio.timeout(PATIENCE_S):
+                while (await stub.Check(ask(service=name))).status != 1:
+                    pass
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Check(ask(service="nothing"))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -294,7 +307,7 @@ async def test_grpc_health_and_reflection(tmp_path: Path) -> None:
 async def test_many_streams_at_once(tmp_path: Path) -> None:
     async with stack(tmp_path, engine={"step_s": 0.005}) as served:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=served.url, limits=limits, timeout=50) as client:
+        async with http_client(served.url, limits=limits) as client:
             body = {"prompt": "tide", "max_tokens": 64, "stream": True}
 
             async def one() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.service.fake_engine import serving
-from tests.service.frontends import Stack, frontend_for, make_engine, stack, write_tokenizer
+from tests.service.frontends import frontend_for, make_engine, stack, write_tokenizer
+from tests.waiting import PATIENCE_S, http_client
 
 TYPES = {
     "/": "text/html; charset=utf-8",
@@ -22,15 +22,11 @@ TYPES = {
 WEB = Path(__file__).parents[2] / "frontend" / "web"
 
 
-def client_of(served: Stack) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=served.url)
-
-
 async def test_every_file_is_served_and_nothing_else_may_run(tmp_path: Path) -> None:
     assert {Path(path).name for path in TYPES if path != "/"} | {"index.html"} == {
         path.name for path in WEB.iterdir()
     }
-    async with stack(tmp_path) as served, client_of(served) as client:
+    async with stack(tmp_path) as served, served.http() as client:
         for path, kind in TYPES.items():
             answer = await client.get(path)
             assert (answer.status_code, answer.headers["content-type"]) == (200, kind)
@@ -71,14 +67,14 @@ def test_the_files_name_no_other_place() -> None:
     "path", ["/ui/../app.py", "/ui/%2e%2e%2fapp.py", "/ui/nothing.js", "/ui/", "/ui/web/app.js"]
 )
 async def test_no_other_file_is_served(tmp_path: Path, path: str) -> None:
-    async with stack(tmp_path) as served, client_of(served) as client:
+    async with stack(tmp_path) as served, served.http() as client:
         answer = await client.get(path)
         assert answer.status_code == 404
         assert "no route" in answer.json()["error"]["message"]
 
 
 async def test_the_page_is_no_part_of_the_api(tmp_path: Path) -> None:
-    async with stack(tmp_path) as served, client_of(served) as client:
+    async with stack(tmp_path) as served, served.http() as client:
         paths = (await client.get("/openapi.json")).json()["paths"]
         assert "/v1/completions" in paths
         assert not [path for path in paths if path == "/" or path.startswith("/ui")]
@@ -89,7 +85,7 @@ async def test_the_page_is_no_part_of_the_api(tmp_path: Path) -> None:
 async def test_model_and_pieces(tmp_path: Path) -> None:
     async with (
         stack(tmp_path, engine={"mask_token_id": 264}) as served,
-        client_of(served) as client,
+        served.http() as client,
     ):
         facts = (await client.get("/ui/model")).json()
         assert facts == {"has_chat_template": True, "block_length": 4, "mask_token_id": 264}
@@ -112,16 +108,16 @@ async def test_a_model_without_a_template_has_no_chat(tmp_path: Path) -> None:
     own.write_text("{{ messages[0].content }}")
     for flags, has in (({}, False), ({"chat_template": str(own)}, True)):
         async with serving(fake) as port, frontend_for(port, **flags) as frontend:
-            assert await frontend.desk.engine.wait_ready(10)
+            assert await frontend.desk.engine.wait_ready(PATIENCE_S)
             url = f"http://127.0.0.1:{frontend.http_port}"
-            async with httpx.AsyncClient(base_url=url) as client:
+            async with http_client(url) as client:
                 assert (await client.get("/ui/model")).json()["has_chat_template"] is has
 
 
 async def test_the_page_is_there_before_the_engine(tmp_path: Path) -> None:
     async with frontend_for(1) as frontend:
         url = f"http://127.0.0.1:{frontend.http_port}"
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with http_client(url) as client:
             assert (await client.get("/")).status_code == 200
             for path in ("/ui/model", "/ui/pieces?ids=1"):
                 assert (await client.get(path)).status_code == 503

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_rpc
 
-from tests.service.frontends import stack, until
+from tests.service.frontends import stack
+from tests.waiting import until
 from tidemill.client import AsyncClient
 from tidemill.exchange import CallOptions
 from tidemill.runtime.telemetry import parse
@@ -63,7 +63,7 @@ async def test_http_chat_is_one_trace(tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
     async with collector() as (keeper, endpoint):
         async with stack(tmp_path, otlp_endpoint=endpoint) as served:
-            async with httpx.AsyncClient(base_url=served.url) as client:
+            async with served.http() as client:
                 headers = {"traceparent": SAMPLED, "tracestate": "a=b"}
                 await client.post("/v1/chat/completions", json=body, headers=headers)
                 await client.get("/health")
@@ -100,7 +100,7 @@ async def test_grpc_streams_and_aborts_end_their_spans(tmp_path: Path) -> None:
 async def test_unsampled_contexts_are_passed_on_and_nothing_is_recorded(tmp_path: Path) -> None:
     async with collector() as (keeper, endpoint):
         async with stack(tmp_path, otlp_endpoint=endpoint) as served:
-            async with httpx.AsyncClient(base_url=served.url) as client:
+            async with served.http() as client:
                 body = {"prompt": "a", "max_tokens": 1}
                 headers = {"traceparent": UNSAMPLED}
                 await client.post("/v1/completions", json=body, headers=headers)
@@ -111,7 +111,7 @@ async def test_unsampled_contexts_are_passed_on_and_nothing_is_recorded(tmp_path
 
 async def test_without_an_exporter_the_callers_context_is_passed_on(tmp_path: Path) -> None:
     async with stack(tmp_path) as served:
-        async with httpx.AsyncClient(base_url=served.url) as client:
+        async with served.http() as client:
             body = {"prompt": "a", "max_tokens": 1}
             await client.post("/v1/completions", json=body, headers={"traceparent": SAMPLED})
             await client.post("/v1/completions", json=body)

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.waiting import PATIENCE_S, until
 from tidemill.runtime.health import Health
 
 NAMES = ("", "liveness", "readiness")
@@ -41,7 +42,7 @@ async def test_nothing_is_healthy_before_its_owner_says_so(served: Served) -> No
     for name in NAMES:
         assert (await served.stub.Check(ask(name))).status == NOT_SERVING
     served.health.tell("liveness", True)
-    await asyncio.sleep(0)
+    await until(lambda: not served.health._telling)
     assert (await served.stub.Check(ask("liveness"))).status == SERVING
     assert (await served.stub.Check(ask(""))).status == NOT_SERVING
 
@@ -69,10 +70,10 @@ async def test_a_watch_lasts_and_ends_on_the_last_status(served: Served) -> None
         assert (await watch.read()).status == status
     for serving in (True, False, True, False, True):
         served.health.tell("readiness", serving)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while (await watch.read()).status != SERVING:
             pass
-    await asyncio.sleep(0.05)
+    await until(lambda: not served.health._telling)
     assert (await served.stub.Check(ask("readiness"))).status == SERVING
     watch.cancel()
 
@@ -83,7 +84,7 @@ async def test_a_watcher_that_does_not_read_holds_nobody_up(served: Served) -> N
         served.health.tell("readiness", turn % 2 == 0)
         served.health.tell("liveness", turn % 2 == 0)
     served.health.tell("liveness", True)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(PATIENCE_S):
         while (await served.stub.Check(ask("liveness"))).status != SERVING:
             pass
     slow.cancel()

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from tests.e2e.real_stack import SLACK_HANDLES, Stack, connected, eventually, free_port, until_idle
+from tests.e2e.real_stack import SLACK_HANDLES, Stack, connected, until_idle
 from tests.e2e.test_serve import serve
 from tests.slow.traffic import Ask, Choices, Traffic
+from tests.waiting import eventually, free_port
 
 WARM_UP_S = 20.0
 GROWTH = 1.15
@@ -64,7 +65,6 @@ async def drive(stack: Stack, rng: random.Random, seconds: float) -> tuple[Traff
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("model", "seconds"), [("demo", 70.0), ("demo-block", 30.0)])
 async def test_soak(tmp_path: Path, seed: int, model: str, seconds: float) -> None:
     stack = Stack(free_port(), free_port(), free_port())
@@ -78,7 +78,7 @@ async def test_soak(tmp_path: Path, seed: int, model: str, seconds: float) -> No
         before = held(stack)
         traffic, preemptions = await drive(stack, rng, seconds)
         print(model, dict(traffic.ends), f"{preemptions} preemptions", before, held(stack))
-        eventually(lambda: not grown(before, held(stack)), "a process grew", 10)
+        eventually(lambda: not grown(before, held(stack)), "a process grew")
         assert len(traffic.ends) == 13, "every kind of request was among them"
         assert preemptions > 0, "pages never ran short"
 

@@ -24,7 +24,7 @@ from tidemill.bench.tasks import held_out
 from tidemill.v1 import engine_pb2, text_pb2
 
 NUM_CLIENTS = 20
-ANSWER_S = 60.0
+ANSWER_S = 120.0
 ENDLESS = {"max_tokens": 1200, "ignore_eos": True}
 TEXT_KINDS = {
     (False, False): ("Generate", text_pb2.TextServiceGenerateRequest),

@@ -11,6 +11,7 @@ import pytest
 
 from engine_service.config import EngineConfig
 from frontend.tokenizer import TextTokenizer
+from tests.waiting import PATIENCE_S
 from tidemill.bench import serve
 from tidemill.bench.streams import Observed, Request, Stream, joined
 from tidemill.bench.tokenizer import words, write_tokenizer
@@ -60,7 +61,7 @@ async def ask(*pieces: bytes) -> Observed:
     for piece in pieces:
         assert not asking.done()
         stream.data_received(piece)
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(PATIENCE_S):
         await asking
     return seen
 

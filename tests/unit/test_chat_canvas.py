@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from tests.service.frontends import stack
+from tests.waiting import until
 from tidemill.commands import chat
 from tidemill.commands.canvas import CanvasView, usage_line
 from tidemill.exchange import Choice, Delta
@@ -173,10 +174,13 @@ async def test_on_a_terminal_and_in_a_pipe(
         screen = io.StringIO()
         terminal = Console(file=screen, force_terminal=True, width=40, height=10, _environ={})
         monkeypatch.setattr(chat, "Console", lambda: terminal)
-        assert await asyncio.to_thread(chat.run, [*words, "--canvas"]) == 0
+        served.engine.hold_after = 1  # newer tokens would overtake the canvas
+        drawing = asyncio.create_task(asyncio.to_thread(chat.run, [*words, "--canvas"]))
+        await until(lambda: SHADE in screen.getvalue())
+        served.engine.hold_after = None
+        assert await drawing == 0
         shown = capsys.readouterr()
         assert (shown.out, shown.err) == (plain.out, piped.err)
-        assert SHADE in screen.getvalue()
         assert SHADE not in plain.out + piped.out
 
 

