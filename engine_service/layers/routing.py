@@ -1,6 +1,6 @@
 """Routers: which experts a token takes, and what share each of them has in its result.
 
-They are functions of a token's router logits and know neither experts nor weights. Of equal scores
+They are functions of router logits and know neither experts nor weights. Of equal scores
 the lowest expert comes first, so that a choice never depends on how a device sorts.
 
 Shape legend: T tokens, X experts, A experts of a token.
@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 _TINY = 1e-20
 """Keeps shares finite where all scores have underflowed, as in DeepSeek-V3's published code."""
@@ -77,10 +78,7 @@ class GroupedSigmoidRouter(Router):
         if self.kept_groups < self.num_groups:
             choices = choices.masked_fill(~self._kept(choices), float("-inf"))
         experts = _best(choices, self.per_token)
-        shares = scores.gather(1, experts)
-        if self.renormalised and self.per_token > 1:
-            shares = shares / (shares.sum(-1, keepdim=True) + _TINY)
-        return experts, shares * self.scale
+        return experts, _shares(scores, experts, renormalised=self.renormalised) * self.scale
 
     def _kept(self, choices_TX: torch.Tensor) -> torch.Tensor:
         """[T, X] bool: experts of the groups that a token may choose from."""
@@ -88,6 +86,52 @@ class GroupedSigmoidRouter(Router):
         best = _best(groups.topk(2, dim=-1).values.sum(-1), self.kept_groups)
         kept = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, True)
         return kept.unsqueeze(-1).expand_as(groups).flatten(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSigmoidRouter(Router):
+    """LLaDA2.2: the tokens of a block choose among `capacity` experts that the block has chosen, so
+    that a block reads the weights of few experts whatever its tokens want.
+
+    An expert's score for a block is its best biased sigmoid score there. Groups of experts play no
+    part; shares are as in GroupedSigmoidRouter. Tokens must come in whole blocks of `block`, which
+    is how block diffusion computes; what is left over behind the last one is a block of its own.
+    """
+
+    block: int
+    capacity: int
+    renormalised: bool
+    scale: float
+
+    def __call__(
+        self, logits_TX: torch.Tensor, bias_X: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = logits_TX.sigmoid()
+        choices = scores if bias_X is None else scores + bias_X
+        if self.capacity < self.num_experts:
+            choices = choices.masked_fill(~self._chosen(choices), float("-inf"))
+        experts = _best(choices, self.per_token)
+        return experts, _shares(scores, experts, renormalised=self.renormalised) * self.scale
+
+    def _chosen(self, choices_TX: torch.Tensor) -> torch.Tensor:
+        """[T, X] bool: experts that a token's block has chosen."""
+        num_tokens = len(choices_TX)
+        missing = -num_tokens % self.block
+        whole = functional.pad(choices_TX, (0, 0, 0, missing), value=float("-inf"))
+        of_block = whole.unflatten(0, (-1, self.block)).amax(dim=1)
+        chosen = torch.zeros_like(of_block, dtype=torch.bool)
+        chosen.scatter_(1, _best(of_block, self.capacity), True)
+        return chosen.repeat_interleave(self.block, dim=0)[:num_tokens]
+
+
+def _shares(
+    scores_TX: torch.Tensor, experts_TA: torch.Tensor, *, renormalised: bool
+) -> torch.Tensor:
+    """[T, A] the chosen scores; they sum to 1 if renormalised and more than one."""
+    shares = scores_TX.gather(1, experts_TA)
+    if renormalised and shares.shape[1] > 1:
+        shares = shares / (shares.sum(-1, keepdim=True) + _TINY)
+    return shares
 
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:

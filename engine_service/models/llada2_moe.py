@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine_service.layers.experts import Mixture
-from engine_service.layers.routing import GroupedSigmoidRouter
+from engine_service.layers.routing import BlockSigmoidRouter, GroupedSigmoidRouter, Router
 from engine_service.models.base import HFConfig, ModelTraits, register_model
 from engine_service.models.decoder import Decoder, DecoderOptions, TensorNames
 from engine_service.models.hf_config import (
@@ -40,7 +40,6 @@ _MASK_TOKEN = {"<|mdm_mask|>": 156895}
 """The published mask token under the name that is looked up last, for checkpoints without one."""
 
 _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
-    "expert_capacity": (None,),
     "norm_head": (None, False),
     "norm_softmax": (None, False),
     "num_nextn_predict_layers": (None, 0),
@@ -49,8 +48,7 @@ _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "use_rmsnorm": (None, True),
     "use_sliding_window": (None, False),
 }
-"""Keys of the published class that change the arithmetic, with what is built here. Version 2.2
-chooses the experts of a whole block first (`expert_capacity`)."""
+"""Keys of the published class that change the arithmetic, with what is built here."""
 
 _NAMES = TensorNames(
     embedding="model.word_embeddings",
@@ -64,14 +62,14 @@ _NAMES = TensorNames(
 
 @register_model("LLaDA2MoeModelLM")
 class LLaDA2Moe(Decoder):
-    """LLaDA2.0 and 2.1. Blocks of 32 positions unless config.json says otherwise, aligned at 0."""
+    """LLaDA2.0 to 2.2. Blocks of 32 positions unless config.json says otherwise, aligned at 0."""
 
     @classmethod
     def read_traits(cls, hf_config: HFConfig, added_tokens: Mapping[str, int]) -> ModelTraits:
         refuse_unknown(hf_config, neutral_values=_IMPLEMENTED)
         full = {**_DEFAULTS, **hf_config}
         full["architectures"] = hf_config.get("architectures") or ["LLaDA2MoeModelLM"]
-        full["block_size"] = full.get("block_length") or full.get("block_size") or _BLOCK
+        full["block_size"] = _block(full)
         return decoder_traits(
             full,
             windows=full_windows(full),
@@ -96,7 +94,44 @@ class LLaDA2Moe(Decoder):
         )
 
 
+def _block(hf_config: HFConfig) -> int:
+    named = {"block_size": hf_config.get("block_length") or hf_config.get("block_size") or _BLOCK}
+    return positive(named, "block_size")
+
+
 def _mixture(hf_config: HFConfig) -> Mixture:
+    """Version 2.2 chooses the experts of a whole block first (`expert_capacity`)."""
+    inner = positive(hf_config, "moe_intermediate_size")
+    shared = inner * (hf_config["num_shared_experts"] or 0)
+    # The number and the width of the shared experts are one fact in two keys.
+    given = {"moe_shared_expert_intermediate_size": (None, shared)}
+    refuse_unknown(hf_config, neutral_values=given)
+    chosen = _by_token if hf_config.get("expert_capacity") is None else _by_block
+    return Mixture(router=chosen(hf_config), inner_size=inner, shared_size=shared)
+
+
+def _by_block(hf_config: HFConfig) -> Router:
+    """Raises InvalidRequest for a capacity that a token's experts do not fit in."""
+    num_experts, per_token = expert_counts(hf_config)
+    capacity = positive(hf_config, "expert_capacity")
+    if not per_token <= capacity <= num_experts:
+        raise InvalidRequest(
+            f"config.json: expert_capacity {capacity} must be at least num_experts_per_tok "
+            f"{per_token} and at most num_experts {num_experts}",
+            param="expert_capacity",
+        )
+    return BlockSigmoidRouter(
+        num_experts=num_experts,
+        per_token=per_token,
+        biased=bool(hf_config.get("moe_router_enable_expert_bias", True)),
+        block=_block(hf_config),
+        capacity=capacity,
+        renormalised=bool(hf_config.get("norm_topk_prob", True)),
+        scale=float(hf_config["routed_scaling_factor"]),
+    )
+
+
+def _by_token(hf_config: HFConfig) -> Router:
     """Raises InvalidRequest for groups that do not divide the experts or hold too few."""
     num_experts, per_token = expert_counts(hf_config)
     num_groups, kept = positive(hf_config, "n_group"), positive(hf_config, "topk_group")
@@ -108,12 +143,7 @@ def _mixture(hf_config: HFConfig) -> Mixture:
             "experts or more, and those that are kept must hold as many as a token takes",
             param="n_group",
         )
-    inner = positive(hf_config, "moe_intermediate_size")
-    shared = inner * (hf_config["num_shared_experts"] or 0)
-    # The number and the width of the shared experts are one fact in two keys.
-    given = {"moe_shared_expert_intermediate_size": (None, shared)}
-    refuse_unknown(hf_config, neutral_values=given)
-    router = GroupedSigmoidRouter(
+    return GroupedSigmoidRouter(
         num_experts=num_experts,
         per_token=per_token,
         biased=bool(hf_config.get("moe_router_enable_expert_bias", True)),
@@ -122,4 +152,3 @@ def _mixture(hf_config: HFConfig) -> Mixture:
         renormalised=bool(hf_config.get("norm_topk_prob", True)),
         scale=float(hf_config["routed_scaling_factor"]),
     )
-    return Mixture(router=router, inner_size=inner, shared_size=shared)

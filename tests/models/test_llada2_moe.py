@@ -1,6 +1,7 @@
 """LLaDA2 equals its published formulas, written out here token by token and expert by expert."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -158,25 +159,47 @@ class Reference:
         config = self.config
         bias = self.weights.get(f"{name}.gate.expert_bias", torch.zeros(config["num_experts"]))
         size = config["num_experts"] // config["n_group"]
+        choices = iter(self.chosen_by_blocks(x, name, bias))
         out = []
         for token in x:
             scores = self.linear(token, f"{name}.gate").sigmoid()
             ranked = (scores + bias).tolist()
+            if config.get("expert_capacity"):
+                out.append(self.mixed(token, name, scores, next(choices)))
+                continue
             groups = [ranked[start : start + size] for start in range(0, len(ranked), size)]
             strength = [sum(sorted(group)[-2:]) for group in groups]
             best = sorted(range(len(groups)), key=strength.__getitem__)[-config["topk_group"] :]
             allowed = [expert for expert in range(len(ranked)) if expert // size in best]
             chosen = sorted(allowed, key=ranked.__getitem__)[-config["num_experts_per_tok"] :]
-            shares = scores[chosen]
-            if config["norm_topk_prob"]:
-                shares = shares / shares.sum()
-            parts = [self.feed_forward(token, f"{name}.experts.{expert}") for expert in chosen]
-            total = torch.stack(parts).T @ (shares * config["routed_scaling_factor"])
-            out.append(total)
+            out.append(self.mixed(token, name, scores, chosen))
         mixed = torch.stack(out)
         if config["num_shared_experts"]:
             mixed = mixed + self.feed_forward(x, f"{name}.shared_experts")
         return mixed
+
+    def mixed(
+        self, token: torch.Tensor, name: str, scores: torch.Tensor, chosen: list[int]
+    ) -> torch.Tensor:
+        shares = scores[chosen]
+        if self.config["norm_topk_prob"]:
+            shares = shares / shares.sum()
+        parts = [self.feed_forward(token, f"{name}.experts.{expert}") for expert in chosen]
+        return torch.stack(parts).T @ (shares * self.config["routed_scaling_factor"])
+
+    def chosen_by_blocks(
+        self, x: torch.Tensor, name: str, bias: torch.Tensor
+    ) -> Iterator[list[int]]:
+        """LLaDA2.2: experts of every token, out of those that are the best of somebody's block."""
+        config, block = self.config, self.config["block_size"]
+        for start in range(0, len(x), block):
+            ranked = (
+                self.linear(x[start : start + block], f"{name}.gate").sigmoid() + bias
+            ).tolist()
+            best = [max(column) for column in zip(*ranked, strict=True)]
+            pool = sorted(range(len(best)), key=best.__getitem__)[-config["expert_capacity"] :]
+            for row in ranked:
+                yield sorted(pool, key=row.__getitem__)[-config["num_experts_per_tok"] :]
 
     def logits(self, ids: torch.Tensor, block: int | None = None) -> torch.Tensor:
         """[L, V] with every position seeing all blocks before its own and its own."""
@@ -196,7 +219,17 @@ def worst(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
-@pytest.mark.parametrize("changes", [{}, OTHER, {"partial_rotary_factor": 0.25}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        OTHER,
+        {"partial_rotary_factor": 0.25},
+        {"expert_capacity": 5},
+        {**OTHER, "expert_capacity": 4, "num_experts_per_tok": 4},
+    ],
+    ids=str,
+)
 def test_logits(changes: dict[str, Any], backend: str, tmp_path: Path, seed: int) -> None:
     """Whole, then in chunks of blocks with another row in the same steps."""
     reference = Reference(seed, **changes)
@@ -223,6 +256,7 @@ def test_logits(changes: dict[str, Any], backend: str, tmp_path: Path, seed: int
         {"norm_topk_prob": False},
         {"rope_theta": 1000.0},
         {"num_experts_per_tok": 2},
+        {"expert_capacity": 4},
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -265,7 +299,6 @@ def test_published_defaults() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("expert_capacity", 48),
         ("score_function", "softmax"),
         ("use_sliding_window", True),
         ("norm_head", True),
@@ -284,6 +317,8 @@ def test_variants_are_refused(key: str, value: Any) -> None:
         ({"n_group": 12, "topk_group": 6}, "n_group"),
         ({"topk_group": 1, "num_experts_per_tok": 4}, "n_group"),
         ({"num_experts_per_tok": 13}, "num_experts_per_tok"),
+        ({"expert_capacity": 2}, "expert_capacity"),
+        ({"expert_capacity": 13}, "expert_capacity"),
         ({"moe_shared_expert_intermediate_size": 20}, "moe_shared_expert_intermediate_size"),
     ],
 )

@@ -8,7 +8,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from engine_service.layers.routing import GroupedSigmoidRouter, SoftmaxRouter
+from engine_service.layers.routing import (
+    BlockSigmoidRouter,
+    GroupedSigmoidRouter,
+    SoftmaxRouter,
+)
 
 SOFTMAX = [
     (Qwen3MoeTopKRouter, transformers.Qwen3MoeConfig, {"norm_topk_prob": True}, True),
@@ -92,6 +96,37 @@ def test_the_limit_of_groups_matters(seed: int) -> None:
     limited, free = grouped(2, 8, 2), grouped(2, 8, 8)
     assert 0 not in limited(logits)[0]
     assert 0 in free(logits)[0]
+
+
+def by_block(capacity: int, **changes: object) -> BlockSigmoidRouter:
+    options = {"num_experts": 24, "per_token": 3, "block": 4, "renormalised": True, "scale": 2.5}
+    return BlockSigmoidRouter(capacity=capacity, biased=True, **(options | changes))
+
+
+@pytest.mark.parametrize("capacity", [3, 7, 24])
+@pytest.mark.parametrize("num_tokens", [8, 11, 2])
+def test_the_tokens_of_a_block_share_few_experts(capacity: int, num_tokens: int, seed: int) -> None:
+    """Against one token after the other; a last block may be short."""
+    torch.manual_seed(seed)
+    # Few values, so that many scores tie.
+    logits, bias = torch.randint(-2, 3, (num_tokens, 24)).float(), torch.randn(24) * 0.3
+    experts, shares = by_block(capacity)(logits, bias)
+    for start in range(0, num_tokens, 4):
+        own = (logits[start : start + 4].sigmoid() + bias).tolist()
+        best = [max(column) for column in zip(*own, strict=True)]
+        pool = sorted(range(24), key=lambda expert: (-best[expert], expert))[:capacity]
+        for token, row in enumerate(own, start):
+            chosen = sorted(pool, key=lambda expert: (-row[expert], expert))[:3]
+            assert experts[token].tolist() == chosen
+            scores = logits[token].sigmoid()[chosen]
+            torch.testing.assert_close(shares[token], scores / scores.sum() * 2.5)
+    if capacity == 24:
+        free = grouped(3, 1, 1)(logits, bias)
+        compare((experts, shares), free)
+    elif capacity == 3:
+        assert not torch.equal(
+            experts.sort(-1).values, grouped(3, 1, 1)(logits, bias)[0].sort(-1).values
+        )
 
 
 def test_one_expert_of_a_token_keeps_its_score() -> None:
