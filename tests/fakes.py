@@ -25,6 +25,7 @@ from engine_service.core.step import (
 )
 from engine_service.core.strategy import DecodeStrategy, ExecutorLimits
 from engine_service.sampling.batch import DecideBatch, DecideResult, Wants
+from engine_service.sampling.head import KnownLogits
 from engine_service.sampling.logprobs import score_tokens
 from engine_service.sampling.rng import request_seed
 from engine_service.sampling.tables import SamplingTables
@@ -288,7 +289,7 @@ class ToyExecutor:
             for index, span in zip(chosen, picked, strict=True)
         ]
         batch = DecideBatch(
-            logits_NV=torch.cat(wanted),
+            logits=KnownLogits(torch.cat(wanted)),
             rows=rows.repeat_interleave(torch.tensor(counts)),
             positions=torch.cat([torch.arange(s.decide_start, s.decide_stop) for s in picked]),
             span_rows=rows,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from engine_service.sampling.batch import DecideBatch, Wants
+from engine_service.sampling.head import KnownLogits
 from engine_service.sampling.rng import request_seed
 from engine_service.sampling.tables import SamplingTables
 
@@ -99,7 +100,7 @@ def make_batch(
     count = len(rows)
     numbers = torch.arange(count)
     return DecideBatch(
-        logits_NV=logits,
+        logits=KnownLogits(logits),
         rows=numbers,
         positions=torch.tensor(positions or [len(row.tokens) for row in rows]),
         span_rows=numbers,
@@ -120,4 +121,9 @@ def on_device(batch: DecideBatch, device: str) -> DecideBatch:
             if isinstance(value, torch.Tensor)
         }
 
-    return replace(batch, **moved(batch), tables=replace(batch.tables, **moved(batch.tables)))
+    return replace(
+        batch,
+        **moved(batch),
+        logits=KnownLogits(batch.logits_NV.to(device)),
+        tables=replace(batch.tables, **moved(batch.tables)),
+    )

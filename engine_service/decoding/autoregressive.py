@@ -81,7 +81,7 @@ class Autoregressive(DecodeStrategy):
     def decide(self, batch: DecideBatch) -> DecideResult:
         """One token per span, written behind the committed ones."""
         rows, positions, tables = batch.rows, batch.positions, batch.tables
-        token_ids = choose(batch, torch.zeros_like(positions)).token_ids
+        token_ids = choose(batch, torch.zeros_like(positions))
         store_tokens(tables.tokens, tables.fixed, rows, positions, token_ids)
         scores = token_logprobs(batch, token_ids)
         return DecideResult(

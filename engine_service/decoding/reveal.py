@@ -15,10 +15,10 @@ import torch
 from engine_service.decoding.editing import Edit, edit
 from engine_service.decoding.reveal_knobs import RevealKnobs, remembers
 from engine_service.decoding.rules import RULES, Count, Evidence, Order, Terms, present, reveal
-from engine_service.kernels.confidence import confidence
+from engine_service.kernels.confidence import Confidence
 from engine_service.sampling.batch import DecideBatch, DecideResult
 from engine_service.sampling.rng import Purpose, draw_keys, uniform
-from engine_service.sampling.sampler import Choice, choose, token_logprobs
+from engine_service.sampling.sampler import choose_with_confidence, token_logprobs
 from engine_service.staging import stage
 
 _ADAPTIVE_START, _ADAPTIVE_STEP, _ADAPTIVE_LOW, _ADAPTIVE_HIGH = 0.3, 0.05, 0.1, 0.9
@@ -107,7 +107,7 @@ class RevealTables:
         count = torch.arange(len(rows), device=rows.device)
         span_of = torch.searchsorted(batch.cu_decide[1:].contiguous(), count, right=True)
         taken, block_start = self._find_blocks(batch)
-        choice = choose(batch, taken[span_of], with_probs=True)
+        choice = choose_with_confidence(batch, taken[span_of])
         is_open = ~tables.fixed[rows, positions]
         current = tables.tokens[rows, positions]
         least = self._limits[batch.span_rows, 4]
@@ -147,7 +147,7 @@ class RevealTables:
     def _take(
         self,
         batch: DecideBatch,
-        choice: Choice,
+        choice: Confidence,
         is_masked: torch.Tensor,
         place: tuple[torch.Tensor, torch.Tensor],
         progress: tuple[torch.Tensor, torch.Tensor],
@@ -205,26 +205,19 @@ def _adapt(
     return (threshold_R + move).clamp(_ADAPTIVE_LOW, _ADAPTIVE_HIGH)
 
 
-def _measure(batch: DecideBatch, choice: Choice, draws: torch.Tensor, terms: Terms) -> torch.Tensor:
-    """[4, N] confidence, margin, negative entropy and a random number of every position; anything
-    where no row is ordered by it.
-
-    The first three are those of the raw logits, without temperature or filters: one more pass over
-    them gives what the choice did not.
-    """
+def _measure(
+    batch: DecideBatch, choice: Confidence, draws: torch.Tensor, terms: Terms
+) -> torch.Tensor:
+    """[4, N] confidence, margin, negative entropy and a random number of every position, which is
+    anything where no row needs one."""
     probs = choice.probs
-    margin = negative_entropy = probs
     random = torch.full_like(probs, 0.5)
-    found = present(terms.order_R, Order)
-    if found & {Order.MARGIN, Order.NEGATIVE_ENTROPY}:
-        of_logits = confidence(choice.raw_NV, choice.banned_ids)
-        margin, negative_entropy = of_logits.margin, -of_logits.entropy
     # On CUDA every order is found, and nothing is looked at.
-    if Order.UNIFORM in found or bool((terms.alg_temp_R > 0).any()):
+    if Order.UNIFORM in present(terms.order_R, Order) or bool((terms.alg_temp_R > 0).any()):
         keys = draw_keys(batch.tables.seeds[batch.rows], Purpose.REMASK, batch.positions, draws)
         first = torch.zeros(1, dtype=torch.int64, device=keys.device)
         random = uniform(keys, first, probs.dtype)[:, 0]
-    return torch.stack((probs, margin, negative_entropy, random))
+    return torch.stack((probs, choice.margin, -choice.entropy, random))
 
 
 def _lay_out(

@@ -14,7 +14,6 @@ from engine_service.kernels.jit import INTERPRETED, jit, overlaps_launches, tl, 
 from engine_service.kernels.vocab_tiles import (
     TILE,
     draw_key,
-    exp_below,
     gumbel_noise,
     load_tile,
     lowest_best,
@@ -37,15 +36,6 @@ class Streams(NamedTuple):
     purpose: int
 
 
-class Drawn(NamedTuple):
-    """What was drawn."""
-
-    token_ids: torch.Tensor
-    """[N] int64."""
-    probs: torch.Tensor | None
-    """[N] float32: softmax of the logits (no temperature) at the token; None if not wanted."""
-
-
 @jit
 def _draw_tiles_kernel(
     logits_ptr: tl.tensor,
@@ -56,13 +46,11 @@ def _draw_tiles_kernel(
     seed_ptr: tl.tensor,
     banned_ptr: tl.tensor,
     id_ptr: tl.tensor,
-    part_ptr: tl.tensor,
+    score_ptr: tl.tensor,
     stride: tl.tensor,
     vocab: tl.tensor,
-    num_parts: tl.tensor,
     PURPOSE: tl.constexpr,
     NUM_BANNED: tl.constexpr,
-    WITH_SUMS: tl.constexpr,
     HARDWARE_LOG: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -84,25 +72,16 @@ def _draw_tiles_kernel(
         score = x * tl.div_rn(1.0, temperature) + gumbel_noise(ids, key, HARDWARE_LOG)
     best, token = lowest_best(score, ids, vocab)
     part = n * tl.num_programs(1) + tl.program_id(1)
-    tl.store(part_ptr + part, best)
+    tl.store(score_ptr + part, best)
     tl.store(id_ptr + part, token)
-    if WITH_SUMS:
-        top = tl.max(x, axis=0)
-        tl.store(part_ptr + num_parts + part, top)
-        tl.store(part_ptr + 2 * num_parts + part, tl.sum(exp_below(x, top), axis=0))
 
 
 @jit
 def _join_tiles_kernel(
-    logits_ptr: tl.tensor,
     id_ptr: tl.tensor,
-    part_ptr: tl.tensor,
+    score_ptr: tl.tensor,
     token_ptr: tl.tensor,
-    prob_ptr: tl.tensor,
-    stride: tl.tensor,
     num_tiles: tl.tensor,
-    num_parts: tl.tensor,
-    WITH_SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -113,28 +92,17 @@ def _join_tiles_kernel(
     tile = tl.arange(0, BLOCK)
     inside = tile < num_tiles
     part = n * num_tiles + tile
-    best = tl.load(part_ptr + part, mask=inside, other=float("-inf"))
+    best = tl.load(score_ptr + part, mask=inside, other=float("-inf"))
     ids = tl.load(id_ptr + part, mask=inside, other=2147483647)
     token = tl.min(tl.where(best == tl.max(best, axis=0), ids, 2147483647), axis=0)
     tl.store(token_ptr + n, token.to(tl.int64))
-    if WITH_SUMS:
-        tops = tl.load(part_ptr + num_parts + part, mask=inside, other=float("-inf"))
-        sums = tl.load(part_ptr + 2 * num_parts + part, mask=inside, other=0.0)
-        top = tl.max(tops, axis=0)
-        # The best logit alone gives 1, except in a row that allows nothing.
-        total = tl.maximum(tl.sum(sums * exp_below(tops, top), axis=0), 1.0)
-        chosen = tl.load(logits_ptr + n * stride + token).to(tl.float32)
-        tl.store(prob_ptr + n, exp_below(chosen, top) / total)
 
 
 def draw_tokens_triton(
-    logits_NV: torch.Tensor,
-    streams: Streams,
-    banned_ids: torch.Tensor | None,
-    *,
-    with_probs: bool,
-) -> Drawn:
-    """argmax of logits / temperature + Gumbel noise, of equals the lowest id; never a banned one.
+    logits_NV: torch.Tensor, streams: Streams, banned_ids: torch.Tensor | None
+) -> torch.Tensor:
+    """[N] int64 argmax of logits / temperature + Gumbel noise, of equals the lowest id; never a
+    banned one.
 
     `logits` are float32, bfloat16 or float16 with contiguous rows; `banned_ids` [few] int64. A NaN
     never wins; a row of nothing else gets an id in range.
@@ -142,21 +110,18 @@ def draw_tokens_triton(
     num_rows, vocab = logits_NV.shape
     num_tiles = triton.cdiv(vocab, TILE)
     ids = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=logits_NV.device)
-    shape = (3 if with_probs else 1, num_rows, num_tiles)
-    parts = torch.empty(shape, dtype=torch.float32, device=logits_NV.device)
+    scores = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits_NV.device)
     overlap = overlaps_launches(logits_NV.device)
     _draw_tiles_kernel[(num_rows, num_tiles)](
         logits_NV,
         *streams[:5],
         banned_ids,
         ids,
-        parts,
+        scores,
         logits_NV.stride(0),
         vocab,
-        ids.numel(),
         PURPOSE=int(streams.purpose),
         NUM_BANNED=0 if banned_ids is None else banned_ids.numel(),
-        WITH_SUMS=with_probs,
         HARDWARE_LOG=not INTERPRETED,
         BLOCK=TILE,
         PDL=overlap,
@@ -165,29 +130,15 @@ def draw_tokens_triton(
         enable_fp_fusion=False,
         launch_pdl=overlap,
     )
-    return _join_tiles(logits_NV, ids, parts, with_probs)
-
-
-def _join_tiles(
-    logits_NV: torch.Tensor, ids_NC: torch.Tensor, parts_NC: torch.Tensor, with_probs: bool
-) -> Drawn:
-    num_rows, num_tiles = ids_NC.shape
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=ids_NC.device)
-    probs = token_ids.new_empty(num_rows, dtype=torch.float32) if with_probs else None
-    overlap = overlaps_launches(ids_NC.device)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits_NV.device)
     _join_tiles_kernel[(num_rows,)](
-        logits_NV,
-        ids_NC,
-        parts_NC,
+        ids,
+        scores,
         token_ids,
-        probs,
-        logits_NV.stride(0),
         num_tiles,
-        ids_NC.numel(),
-        WITH_SUMS=with_probs,
         BLOCK=triton.next_power_of_2(num_tiles),
         PDL=overlap,
         num_warps=1,
         launch_pdl=overlap,
     )
-    return Drawn(token_ids, probs)
+    return token_ids

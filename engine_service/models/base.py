@@ -90,6 +90,10 @@ class CausalModel(nn.Module, ABC):
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """[N, V] in the model's number format, of some of forward's hidden states."""
 
+    def head_factors(self, hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(x [N, E], W [V, E]) whose product x W^T `logits` are; None where they are more."""
+        return None
+
     @abstractmethod
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Checkpoint tensor name to the parameter view that takes it; views never overlap."""

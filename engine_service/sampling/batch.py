@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from engine_service.sampling.head import Logits
     from engine_service.sampling.tables import SamplingTables
 
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 class DecideBatch:
     """The decided positions of all spans that share one strategy, span after span."""
 
-    logits_NV: torch.Tensor
+    logits: Logits
+    """Of every decided position; multiplied when they are read."""
     rows: torch.Tensor
     """[N] int64: row of every decided position."""
     positions: torch.Tensor
@@ -32,6 +34,11 @@ class DecideBatch:
     wants: Wants
     max_position: int | None = None
     """Host upper bound of `positions`; None: the width of the token table."""
+
+    @property
+    def logits_NV(self) -> torch.Tensor:
+        """All logits at once."""
+        return self.logits.whole()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +57,17 @@ class Wants:
     """Most alternatives any row wants; None: no row wants log-probabilities."""
     max_top_k: int | None = None
     """Largest top_k of the sampling rows; None: some of them has none."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Greedy and temperature alone: every row is decided in one pass over its logits."""
+        return not (
+            self.filters
+            or self.penalties
+            or self.bias
+            or self.suppress
+            or self.max_logprobs is not None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,17 @@ last bits of logarithms. Shape legend: N decided positions, V vocabulary, k alte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from engine_service.kernels.confidence import confidence
+from engine_service.kernels.confidence import (
+    PIECE,
+    Confidence,
+    Rescore,
+    confidence,
+    confidence_of_pieces,
+)
 from engine_service.kernels.filters import Filters, redraw_filtered_triton
+from engine_service.kernels.head_confidence import head_confidence_triton, head_pieces
 from engine_service.kernels.jit import runs_triton
 from engine_service.kernels.penalties import Penalties, Slots, adjusted_scores_triton
 from engine_service.kernels.sampling import Streams, draw_tokens_triton
@@ -23,80 +28,66 @@ from engine_service.sampling.processors import adjust, allowed_logits
 from engine_service.sampling.rng import Purpose, draw_keys, gumbel
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What was chosen at every decided position."""
-
-    token_ids: torch.Tensor
-    """[N] int64."""
-    raw_NV: torch.Tensor
-    """The logits before penalties and temperature."""
-    banned_ids: torch.Tensor | None
-    """[any] int64; None: `raw_NV` has them at -inf already."""
-    known_probs: torch.Tensor | None = None
-    """[N] `probs`, where choosing gave them."""
-
-    @property
-    def probs(self) -> torch.Tensor:
-        """[N] softmax of the raw logits (no temperature, no banned ids) at the chosen token.
-
-        Computed when asked for, if it is not known: greedy autoregression never does.
-        """
-        if self.known_probs is not None:
-            return self.known_probs
-        if self.banned_ids is None:
-            total = self.raw_NV.logsumexp(dim=1)
-        else:
-            total = confidence(self.raw_NV, self.banned_ids).logsumexp
-        chosen = self.raw_NV.gather(1, self.token_ids[:, None])[:, 0]
-        return (chosen - total).exp()
-
-
-def choose(batch: DecideBatch, draws: torch.Tensor, *, with_probs: bool = False) -> Choice:
-    """Samples every decided position on its own: Gumbel-max, or argmax at temperature 0.
+def choose(batch: DecideBatch, draws: torch.Tensor) -> torch.Tensor:
+    """[N] int64: samples every decided position on its own, Gumbel-max, or argmax at temperature 0.
 
     `draws` [N] int64 counts the draws already made at a position (the denoising step; 0 for
     autoregression). Order of what applies: banned ids, penalties, bias, minimum length,
-    temperature, top-k, top-p, min-p. Of equal scores the lowest id wins. `with_probs` says that
-    the choice's `probs` will be read; the kernel then takes them from the same pass.
+    temperature, top-k, top-p, min-p. Of equal scores the lowest id wins.
     """
     if runs_triton(batch.logits_NV):
-        return choose_on_device(batch, draws, with_probs=with_probs)
-    raw = allowed_logits(batch)
-    scores = adjust(raw, batch)
+        return choose_on_device(batch, draws)
+    scores = adjust(allowed_logits(batch), batch)
     token_ids = scores.argmax(dim=1)
     if batch.wants.sampling:
-        temperature = batch.tables.temperature[batch.rows]
-        drawn = _draw(scores, temperature, draws, batch)
-        token_ids = torch.where(temperature > 0, drawn, token_ids)
-    return Choice(token_ids, raw, None)
+        is_drawn = batch.tables.temperature[batch.rows] > 0
+        token_ids = torch.where(is_drawn, _draw(scores, draws, batch), token_ids)
+    return token_ids
 
 
-def choose_on_device(batch: DecideBatch, draws: torch.Tensor, *, with_probs: bool) -> Choice:
+def choose_on_device(batch: DecideBatch, draws: torch.Tensor) -> torch.Tensor:
     """`choose` by kernels: two launches, and more for what `wants` names.
 
     Every row finds out on the device whether it is greedy, so that one captured graph serves all
     batches of equal shape and equal `wants`.
     """
-    wants, tables, banned = batch.wants, batch.tables, batch.tables.banned_ids
+    wants, tables = batch.wants, batch.tables
     is_raw = not (wants.penalties or wants.bias or wants.suppress)
     scores = batch.logits_NV if is_raw else _adjust_on_device(batch)
-    streams = Streams(
-        batch.rows, batch.positions, draws, tables.temperature, tables.seeds, Purpose.TOKEN
-    )
-    filtered = wants.sampling and wants.filters
-    drawn = draw_tokens_triton(
-        scores,
-        streams,
-        banned if is_raw else None,
-        with_probs=with_probs and is_raw and not filtered,
-    )
-    if filtered:
+    banned = tables.banned_ids if is_raw else None
+    streams = _streams(batch, draws)
+    token_ids = draw_tokens_triton(scores, streams, banned)
+    if wants.sampling and wants.filters:
         filters = Filters(tables.top_k, tables.top_p, tables.min_p)
-        redraw_filtered_triton(
-            scores, drawn.token_ids, streams, filters, banned if is_raw else None
-        )
-    return Choice(drawn.token_ids, batch.logits_NV, banned, drawn.probs)
+        redraw_filtered_triton(scores, token_ids, streams, filters, banned)
+    return token_ids
+
+
+def choose_with_confidence(batch: DecideBatch, draws: torch.Tensor) -> Confidence:
+    """`choose`, and how sure that is: by the softmax of the raw logits, without temperature and
+    banned ids.
+
+    Where the rows are plain only a piece of the logits exists at a time.
+    """
+    factors = batch.logits.factors() if batch.wants.is_plain else None
+    if factors is not None:
+        return _choose_by_head(batch, draws, *factors)
+    token_ids, logits = choose(batch, draws), batch.logits_NV
+    sure = confidence(logits, batch.tables.banned_ids)
+    ids = torch.stack((token_ids, sure.token_ids), dim=1)
+    chosen, best = logits.gather(1, ids).to(sure.probs.dtype).unbind(1)
+    return sure._replace(token_ids=token_ids, probs=sure.probs * (chosen - best).exp())
+
+
+def _choose_by_head(
+    batch: DecideBatch, draws: torch.Tensor, x_NE: torch.Tensor, weight_VE: torch.Tensor
+) -> Confidence:
+    banned, is_drawn = batch.tables.banned_ids, batch.wants.sampling
+    if runs_triton(x_NE):
+        streams = _streams(batch, draws) if is_drawn else None
+        return head_confidence_triton(x_NE, weight_VE, streams, banned)
+    rescore = _rescorer(batch, draws) if is_drawn else None
+    return confidence_of_pieces(head_pieces(x_NE, weight_VE, PIECE), banned, rescore)
 
 
 def token_logprobs(batch: DecideBatch, token_ids: torch.Tensor) -> Scores | None:
@@ -137,18 +128,41 @@ def _adjust_on_device(batch: DecideBatch) -> torch.Tensor:
     )
 
 
-def _draw(
-    scores: torch.Tensor, temperature: torch.Tensor, draws: torch.Tensor, batch: DecideBatch
-) -> torch.Tensor:
+def _streams(batch: DecideBatch, draws: torch.Tensor) -> Streams:
+    tables = batch.tables
+    return Streams(
+        batch.rows, batch.positions, draws, tables.temperature, tables.seeds, Purpose.TOKEN
+    )
+
+
+def _draw(scores: torch.Tensor, draws: torch.Tensor, batch: DecideBatch) -> torch.Tensor:
     """[N] int64 samples; rows of temperature 0 get a value that nobody reads."""
+    if not batch.wants.filters:
+        return _rescorer(batch, draws)(scores, 0).argmax(dim=1)
+    values, ids = keep_likely(_scaled(scores, batch), batch)
+    places = (values + gumbel(_keys(batch, draws), ids, scores.dtype)).argmax(dim=1)
+    return ids.gather(1, places[:, None])[:, 0]
+
+
+def _rescorer(batch: DecideBatch, draws: torch.Tensor) -> Rescore:
+    """What draws a token of all ids: the best of logits / temperature + Gumbel noise; logits as
+    they are at temperature 0."""
+    keys, is_drawn = _keys(batch, draws), batch.tables.temperature[batch.rows] > 0
+
+    def rescore(scores: torch.Tensor, first: int) -> torch.Tensor:
+        ids = torch.arange(first, first + scores.shape[1], device=scores.device)
+        noisy = _scaled(scores, batch) + gumbel(keys, ids, scores.dtype)
+        return torch.where(is_drawn[:, None], noisy, scores)
+
+    return rescore
+
+
+def _keys(batch: DecideBatch, draws: torch.Tensor) -> torch.Tensor:
+    return draw_keys(batch.tables.seeds[batch.rows], Purpose.TOKEN, batch.positions, draws)
+
+
+def _scaled(scores: torch.Tensor, batch: DecideBatch) -> torch.Tensor:
+    temperature = batch.tables.temperature[batch.rows]
     divisor = torch.where(temperature > 0, temperature, 1.0).to(scores.dtype)
     # A product with the reciprocal, as in the kernel: a quotient has other last bits.
-    scaled = scores * divisor.reciprocal()[:, None]
-    seeds = batch.tables.seeds[batch.rows]
-    keys = draw_keys(seeds, Purpose.TOKEN, batch.positions, draws)
-    if not batch.wants.filters:
-        every_id = torch.arange(scores.shape[1], device=scores.device)
-        return (scaled + gumbel(keys, every_id, scores.dtype)).argmax(dim=1)
-    values, ids = keep_likely(scaled, batch)
-    places = (values + gumbel(keys, ids, scores.dtype)).argmax(dim=1)
-    return ids.gather(1, places[:, None])[:, 0]
+    return scores * divisor.reciprocal()[:, None]

@@ -22,7 +22,7 @@ MAX_TOKENS = 512
 PLAIN = Wants(
     sampling=True, filters=False, penalties=False, bias=False, suppress=False, max_logprobs=None
 )
-"""Greedy and temperature alone: what a graph decides itself. Others decide after it."""
+"""What a graph decides itself (`Wants.is_plain`). Others decide after it."""
 
 
 class Bucket(NamedTuple):
@@ -87,17 +87,6 @@ def find_bucket(layout: StepLayout, buckets: Sequence[Bucket]) -> Bucket | None:
             and (bucket.longest > 1 or tokens == rows)
         ),
         None,
-    )
-
-
-def is_plain(wants: Wants) -> bool:
-    """Whether the decision inside the graph is the one that these rows want."""
-    return not (
-        wants.filters
-        or wants.penalties
-        or wants.bias
-        or wants.suppress
-        or wants.max_logprobs is not None
     )
 
 

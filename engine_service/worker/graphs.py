@@ -17,9 +17,10 @@ import torch
 
 from engine_service.core.step import Span
 from engine_service.sampling.batch import DecideResult
+from engine_service.sampling.head import KnownLogits, Logits
 from engine_service.staging import Arena
 from engine_service.worker.batch import DecidePart, bind_batch, columns_of
-from engine_service.worker.buckets import PLAIN, Bucket, find_bucket, is_plain, pad
+from engine_service.worker.buckets import PLAIN, Bucket, find_bucket, pad
 from engine_service.worker.checkpoint import Report
 from engine_service.worker.layout import StepLayout, lay_out
 from engine_service.worker.program import StepProgram
@@ -78,12 +79,12 @@ class StepGraphs:
         captured = self._captured[bucket, layout.decides[0].method]
         padded = pad(layout, bucket, self._program.tables)
         self._arena.put(columns_of(padded))
-        if is_plain(padded.decides[0].wants):
+        if padded.decides[0].wants.is_plain:
             captured.whole.replay()
             return captured.result
         captured.to_logits.replay()
         part = replace(captured.part, layout=padded.decides[0])
-        return self._program.decide(part, self._logits[: bucket.decided])
+        return self._program.decide(part, KnownLogits(self._logits[: bucket.decided]))
 
     def _template(self, bucket: Bucket, method: int) -> StepLayout:
         """A step of padding alone."""
@@ -100,13 +101,14 @@ class StepGraphs:
         self._arena.put(columns)
         program, windows = self._program, self._arena.windows(columns)
 
-        def logits() -> tuple[DecidePart, torch.Tensor]:
+        def logits() -> tuple[DecidePart, Logits]:
             batch = bind_batch(template, windows, program.tables)
             (part,) = batch.decides
             return part, program.logits(part, program.forward(batch))
 
         def to_logits() -> DecidePart:
-            part, computed = logits()
+            part, read = logits()
+            computed = read.whole()
             self._logits[: len(computed)].copy_(computed)
             return part
 

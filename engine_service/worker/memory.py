@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,10 +19,11 @@ from engine_service.core.step import Span, granularity
 from engine_service.models.base import CausalModel, ModelTraits
 from engine_service.resolve import ResolvedConfig
 from engine_service.sampling.batch import DecideBatch, Wants
-from engine_service.sampling.sampler import choose, token_logprobs
+from engine_service.sampling.head import HeadLogits
+from engine_service.sampling.sampler import choose, choose_with_confidence, token_logprobs
 from engine_service.staging import stage
 from engine_service.worker.batch import DecidePart, bind_batch, columns_of
-from engine_service.worker.buckets import Bucket
+from engine_service.worker.buckets import PLAIN, Bucket
 from engine_service.worker.kv_pool import KVRoom
 from engine_service.worker.layout import lay_out
 from engine_service.worker.program import StepProgram
@@ -98,7 +100,8 @@ def rehearse(
     backend: AttentionBackend,
     device: torch.device,
 ) -> None:
-    """One forward of `spans` and all of sampling on `num_logits` rows of logits.
+    """One forward of `spans` and all of sampling on `num_logits` rows of logits, in both of the
+    ways in which a model that reveals tokens is decided.
 
     Every span writes to one and the same page: the memory is that of a real step, the numbers
     mean nothing.
@@ -143,7 +146,7 @@ def _sample(
 ) -> None:
     where = torch.arange(num_logits, device=hidden.device) % part.rows.shape[0]
     decide = DecideBatch(
-        logits_NV=model.logits(hidden[part.queries[where]]),
+        logits=HeadLogits(model, hidden[part.queries[where]]),
         rows=part.rows[where],
         positions=part.positions[where],
         span_rows=part.span_rows,
@@ -151,7 +154,14 @@ def _sample(
         tables=tables.sampling,
         wants=_EVERYTHING,
     )
-    token_logprobs(decide, choose(decide, torch.zeros_like(decide.positions)).token_ids)
+    draws = torch.zeros_like(decide.positions)
+    if model.traits.mask_token_id is None:
+        token_ids = choose(decide, draws)
+    else:
+        # First the way of plain rows, before all logits exist.
+        choose_with_confidence(replace(decide, wants=PLAIN), draws)
+        token_ids = choose_with_confidence(decide, draws).token_ids
+    token_logprobs(decide, token_ids)
 
 
 def _cuda_room(fraction: float, *, free: int, total: int, peak: int) -> KVRoom:

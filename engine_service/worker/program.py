@@ -1,4 +1,4 @@
-"""The device work of a step: embed, forward, logits, decide. Nothing here waits for the device.
+"""The device work of a step: embed, forward, decide. Nothing here waits for the device.
 
 The same calls run eagerly or while a CUDA graph is captured. It does not know plans or hosts.
 """
@@ -14,6 +14,7 @@ from engine_service.attention.base import AsideStep, AttentionBackend, LayerCach
 from engine_service.core.strategy import DecodeStrategy
 from engine_service.models.base import CausalModel
 from engine_service.sampling.batch import DecideBatch, DecideResult
+from engine_service.sampling.head import HeadLogits, KnownLogits, Logits
 from engine_service.sampling.logprobs import Scores, score_tokens
 from engine_service.worker.batch import AsidePart, DecidePart, ForwardBatch, ScorePart
 from engine_service.worker.tables import RowTables
@@ -48,22 +49,23 @@ class StepProgram:
         step = plan_step(self.backend, part.attention, windows=traits.windows, caches=caches)
         return AsideStep(first=part.first, step=step, kept=part.kept_keys(self.caches))
 
-    def logits(self, part: DecidePart, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, V] of the part's positions."""
-        logits = self.model.logits(hidden.index_select(0, part.queries))
+    def logits(self, part: DecidePart, hidden: torch.Tensor) -> Logits:
+        """Of the part's positions; not multiplied yet, unless some are guided."""
+        own = HeadLogits(self.model, hidden.index_select(0, part.queries))
         if part.guided is None or part.unguided_queries is None:
-            return logits
+            return own
+        logits = own.whole()
         unguided = self.model.logits(hidden.index_select(0, part.unguided_queries))
         strategy, rows = self.strategies[part.layout.method], part.rows[part.guided]
         guided = strategy.guide(logits.index_select(0, part.guided), unguided, rows)
-        return logits.index_copy(0, part.guided, guided)
+        return KnownLogits(logits.index_copy(0, part.guided, guided))
 
-    def decide(self, part: DecidePart, logits: torch.Tensor) -> DecideResult:
+    def decide(self, part: DecidePart, logits: Logits) -> DecideResult:
         """Lets the part's strategy decide; it writes tokens and fixed bits into the tables."""
         layout = part.layout
         result: DecideResult = self.strategies[layout.method].decide(
             DecideBatch(
-                logits_NV=logits,
+                logits=logits,
                 rows=part.rows,
                 positions=part.positions,
                 span_rows=part.span_rows,

@@ -18,7 +18,7 @@ from engine_service.kernels.jit import HAS_TRITON, INTERPRETED
 from engine_service.sampling.batch import DecideResult
 from engine_service.staging import stage
 from engine_service.worker.batch import bind_batch, columns_of
-from engine_service.worker.buckets import PLAIN, Bucket, find_bucket, is_plain, list_buckets, pad
+from engine_service.worker.buckets import PLAIN, Bucket, find_bucket, list_buckets, pad
 from engine_service.worker.layout import StepLayout
 from engine_service.worker.program import StepProgram
 from tests.models.checkpoints import SIZES, Case, write
@@ -75,7 +75,7 @@ class PaddedSteps:
         program = self._program
         padded = pad(layout, bucket, program.tables)
         (part,) = padded.decides
-        if is_plain(part.wants):
+        if part.wants.is_plain:
             padded = replace(padded, decides=(replace(part, wants=PLAIN),))
         if self._spoil is not None:
             padded = self._spoil(padded, layout)

@@ -29,7 +29,7 @@ def draw(batch: DecideBatch, draws: torch.Tensor, *, filtered: bool = True) -> l
         Purpose.TOKEN,
     )  # fmt: skip
     banned = tables.banned_ids
-    tokens = draw_tokens_triton(there.logits_NV, streams, banned, with_probs=False).token_ids
+    tokens = draw_tokens_triton(there.logits_NV, streams, banned)
     if filtered:
         filters = Filters(tables.top_k, tables.top_p, tables.min_p)
         redraw_filtered_triton(there.logits_NV, tokens, streams, filters, banned)
@@ -58,7 +58,7 @@ def test_tokens_are_those_of_sorting(
     logits = (torch.randn(COUNT, vocab) * scale).to(dtype)
     batch = make_batch(logits, rows, banned=(1,))
     draws = torch.arange(COUNT)
-    assert draw(batch, draws) == choose(batch, draws).token_ids.tolist()
+    assert draw(batch, draws) == choose(batch, draws).tolist()
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
@@ -70,7 +70,7 @@ def test_equals_are_kept_from_the_lowest_id_on(levels: int, seed: int) -> None:
     rows[0] = Row(temperature=1.0, top_k=7, top_p=0.52, seed=seed)
     batch = make_batch(logits, rows)
     draws = torch.arange(COUNT)
-    assert draw(batch, draws) == choose(batch, draws).token_ids.tolist()
+    assert draw(batch, draws) == choose(batch, draws).tolist()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from engine_service.core.step import PageAppend, Span
 from engine_service.worker.buckets import (
     Bucket,
     find_bucket,
-    is_plain,
     list_buckets,
     pad,
     row_sizes,
@@ -157,9 +156,9 @@ def test_the_budget_of_logits_bounds_the_buckets():
 def test_only_plain_rows_are_decided_inside_a_graph(what):
     tables = make_tables()
     wants = laid_out([decoding(0, 3)], tables).decides[0].wants
-    assert is_plain(wants)
-    assert is_plain(replace(wants, sampling=True))
-    assert not is_plain(replace(wants, **{what: 3 if what == "max_logprobs" else True}))
+    assert wants.is_plain
+    assert replace(wants, sampling=True).is_plain
+    assert not replace(wants, **{what: 3 if what == "max_logprobs" else True}).is_plain
 
 
 def test_the_longest_may_go_first(seed):

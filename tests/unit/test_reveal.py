@@ -17,6 +17,7 @@ from engine_service.decoding.reveal_knobs import RevealKnobs, read_knobs, rememb
 from engine_service.decoding.reveal_knobs import with_defaults as over_defaults
 from engine_service.decoding.rules import RULES
 from engine_service.sampling.batch import DecideBatch, DecideResult
+from engine_service.sampling.head import KnownLogits
 from engine_service.sampling.tables import SamplingTables
 from tests.equivalence.references import random_knobs, show, with_defaults
 from tests.equivalence.rule_reference import READS, START, slow_adapt, slow_rule
@@ -158,7 +159,7 @@ def make_batch(logits: torch.Tensor, tables: SamplingTables, live: list[Block]) 
     spare = 5
     total = len(positions) + spare
     return DecideBatch(
-        logits_NV=logits[:total],
+        logits=KnownLogits(logits[:total]),
         rows=torch.tensor(rows + [trash] * spare),
         positions=torch.tensor(positions + [0] * spare),
         span_rows=torch.tensor([*order, trash, trash]),

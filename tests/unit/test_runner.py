@@ -71,7 +71,7 @@ class Recorder:
 
     def decide(self, batch):
         self.batches.append(batch)
-        token_ids = choose(batch, torch.zeros_like(batch.positions)).token_ids
+        token_ids = choose(batch, torch.zeros_like(batch.positions))
         final = self._keeps(batch.positions)
         batch.tables.tokens[batch.rows[final], batch.positions[final]] = token_ids[final]
         scores = token_logprobs(batch, token_ids)

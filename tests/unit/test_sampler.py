@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine_service.sampling.filters import keep_likely
 from engine_service.sampling.processors import adjust, allowed_logits
-from engine_service.sampling.sampler import choose, token_logprobs
+from engine_service.sampling.sampler import choose, choose_with_confidence, token_logprobs
 from tests.sampling_batches import Row, make_batch
 
 NEVER = float("-inf")
@@ -29,7 +29,7 @@ def sample_many(logits: torch.Tensor, row: Row, draws: int, *, bound: int | None
     batch = make_batch(logits.expand(draws, -1), rows)
     wants = dataclasses.replace(batch.wants, max_top_k=bound)
     batch = dataclasses.replace(batch, wants=wants)
-    chosen = choose(batch, zeros(draws)).token_ids
+    chosen = choose(batch, zeros(draws))
     return torch.bincount(chosen, minlength=logits.shape[0]).double()
 
 
@@ -112,7 +112,7 @@ def test_scores_and_supports_follow_the_definitions(seed, cut):
     if cut:  # the host's bound on positions changes nothing
         batch = dataclasses.replace(batch, max_position=max(len(row.tokens) for row in rows))
     scores = adjust(allowed_logits(batch), batch)
-    chosen = choose(batch, zeros(count)).token_ids.tolist()
+    chosen = choose(batch, zeros(count)).tolist()
     for index, row in enumerate(rows):
         expected = adjust_slowly(logits[index].tolist(), row, len(row.tokens), (4,))
         torch.testing.assert_close(
@@ -152,7 +152,7 @@ def test_a_bound_on_top_k_changes_nothing_even_among_equals(bound):
     assert few_ids.shape[1] == bound
     assert torch.equal(few_ids, ids[:, :bound])
     assert torch.equal(few_values, values[:, :bound])
-    assert torch.equal(choose(free, zeros(50)).token_ids, choose(bounded, zeros(50)).token_ids)
+    assert torch.equal(choose(free, zeros(50)), choose(bounded, zeros(50)))
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -189,15 +189,15 @@ def test_filtered_samples_follow_the_renormalised_softmax(row, bound):
 def test_greedy_takes_the_lowest_of_equals():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]])
     rows = [Row(), Row()]
-    assert choose(make_batch(logits, rows), zeros(2)).token_ids.tolist() == [1, 0]
+    assert choose(make_batch(logits, rows), zeros(2)).tolist() == [1, 0]
     mixed = make_batch(logits, [Row(), Row(temperature=1.0)])
-    assert choose(mixed, zeros(2)).token_ids[0] == 1
+    assert choose(mixed, zeros(2))[0] == 1
 
 
 def test_probs_are_of_the_raw_logits_without_banned_ids():
     logits = torch.tensor([[1.0, 2.0, 9.0, 0.0]])
     row = Row(temperature=0.0, bias={0: 50.0})
-    choice = choose(make_batch(logits, [row], banned=(2,)), zeros(1))
+    choice = choose_with_confidence(make_batch(logits, [row], banned=(2,)), zeros(1))
     assert choice.token_ids.tolist() == [0]
     expected = torch.tensor([1.0, 2.0, 0.0]).softmax(0)[0]
     torch.testing.assert_close(choice.probs[0], expected)
@@ -209,35 +209,33 @@ def test_a_row_does_not_depend_on_its_batch():
     rng = random.Random(3)
     rows = [random_row(rng, 20) for _ in range(8)]
     logits = torch.randn(8, 20)
-    together = choose(make_batch(logits, rows), zeros(8)).token_ids.tolist()
-    alone = [
-        int(choose(make_batch(logits[i : i + 1], [rows[i]]), zeros(1)).token_ids) for i in range(8)
-    ]
+    together = choose(make_batch(logits, rows), zeros(8)).tolist()
+    alone = [int(choose(make_batch(logits[i : i + 1], [rows[i]]), zeros(1))) for i in range(8)]
     assert together == alone
     order = list(range(8))[::-1]
-    turned = choose(make_batch(logits[order], [rows[i] for i in order]), zeros(8)).token_ids
+    turned = choose(make_batch(logits[order], [rows[i] for i in order]), zeros(8))
     assert turned.tolist() == [together[i] for i in order]
 
 
 def test_position_draw_and_choice_change_the_draw():
     logits = torch.zeros(200, 50)
     rows = [Row(temperature=1.0, seed=5) for _ in range(200)]
-    base = choose(make_batch(logits, rows, positions=[3] * 200), zeros(200)).token_ids
+    base = choose(make_batch(logits, rows, positions=[3] * 200), zeros(200))
     assert len(base.unique()) == 1
     by_position = choose(make_batch(logits, rows, positions=list(range(200))), zeros(200))
     by_draw = choose(make_batch(logits, rows, positions=[3] * 200), torch.arange(200))
     choices = [Row(temperature=1.0, seed=5, choice=n) for n in range(200)]
     by_choice = choose(make_batch(logits, choices, positions=[3] * 200), zeros(200))
     for other in (by_position, by_draw, by_choice):
-        assert len(other.token_ids.unique()) > 40
+        assert len(other.unique()) > 40
 
 
 def test_half_precision_logits_are_taken_as_float32():
     torch.manual_seed(4)
     logits = torch.randn(4, 30).bfloat16()
     rows = [Row(temperature=1.0, seed=seed) for seed in range(4)]
-    half = choose(make_batch(logits, rows), zeros(4))
-    full = choose(make_batch(logits.float(), rows), zeros(4))
+    half = choose_with_confidence(make_batch(logits, rows), zeros(4))
+    full = choose_with_confidence(make_batch(logits.float(), rows), zeros(4))
     assert torch.equal(half.token_ids, full.token_ids)
     assert half.probs.dtype == torch.float32
 
@@ -247,7 +245,7 @@ def test_token_logprobs_are_raw_chosen_first_then_best():
     logits = torch.randn(6, 11, dtype=torch.float64)
     rows = [Row(bias={3: 4.0}, temperature=0.7, seed=n) for n in range(6)]
     batch = make_batch(logits, rows, logprobs=3)
-    chosen = choose(batch, zeros(6)).token_ids
+    chosen = choose(batch, zeros(6))
     scores = token_logprobs(batch, chosen)
     for index, token in enumerate(chosen.tolist()):
         reference = logits[index].log_softmax(0)

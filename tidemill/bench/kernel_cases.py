@@ -14,6 +14,7 @@ from torch.nn import functional
 from engine_service.kernels.activation import silu_mul
 from engine_service.kernels.confidence import confidence, confidence_ref
 from engine_service.kernels.embedding import gather_embeddings, gather_embeddings_ref
+from engine_service.kernels.head_confidence import head_confidence_triton
 from engine_service.kernels.norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from engine_service.kernels.qk_rope_store import qk_rope_store
 from engine_service.kernels.rotary import rotary_angles_ref, rotate_ref
@@ -56,6 +57,8 @@ def cases(dtype: torch.dtype, device: torch.device, page_size: int) -> Iterator[
             yield _linear(rows, out_size, in_size, dtype, device)
         yield _norm_gate_up(rows, 12288, 4096, dtype, device)
     yield _confidence(2048, dtype, device)
+    for rows in (32, 2048):
+        yield _head_confidence(rows, 4096, dtype, device)
     yield _draw(256, dtype, device)
 
 
@@ -252,6 +255,24 @@ def _confidence(rows: int, dtype: torch.dtype, device: torch.device) -> Case:
     )
 
 
+def _head_confidence(rows: int, size: int, dtype: torch.dtype, device: torch.device) -> Case:
+    def make(judge: Callable[[torch.Tensor, torch.Tensor], object]) -> Make:
+        def inputs() -> Callable[[], object]:
+            x, weight = (_random(count, size, dtype, device) for count in (rows, _VOCAB))
+            return lambda: judge(x, weight)
+
+        return inputs
+
+    return Case(
+        name="head_confidence",
+        size=f"{rows} rows, {size} to {_VOCAB}",
+        moved=(_VOCAB + rows) * size * dtype.itemsize,
+        flop=2 * rows * _VOCAB * size,
+        ours=make(head_confidence_triton),
+        eager=make(lambda x, weight: confidence_ref(functional.linear(x, weight))),
+    )
+
+
 def _draw(rows: int, dtype: torch.dtype, device: torch.device) -> Case:
     """One token a row at a temperature; eager is softmax and multinomial."""
 
@@ -259,7 +280,7 @@ def _draw(rows: int, dtype: torch.dtype, device: torch.device) -> Case:
         logits, every = _random(rows, _VOCAB, dtype, device), torch.arange(rows, device=device)
         heat = torch.full((rows,), 0.6, device=device)
         streams = Streams(every, every, every, heat, every, 0)
-        return lambda: draw_tokens_triton(logits, streams, None, with_probs=False)
+        return lambda: draw_tokens_triton(logits, streams, None)
 
     def eager() -> Callable[[], object]:
         logits = _random(rows, _VOCAB, dtype, device)

@@ -1,0 +1,65 @@
+"""The logits of decided positions, whole or piece by piece: whoever decides from them says which.
+
+It does not know models: an output head is whatever multiplies.
+Shape legend: N decided positions, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+
+
+class OutputHead(Protocol):
+    """The end of a model."""
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """[N, V]."""
+
+    def head_factors(self, hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(x [N, E], W [V, E]) whose product x W^T the logits are; None: they are more than one."""
+
+
+class Logits(ABC):
+    """Logits of N positions."""
+
+    @abstractmethod
+    def whole(self) -> torch.Tensor:
+        """[N, V]: the same tensor at every call."""
+
+    @abstractmethod
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(x [N, E], W [V, E]) with logits x W^T, for who needs no more than a piece of them at a
+        time; None: there is only the whole."""
+
+
+class KnownLogits(Logits):
+    """Logits that somebody has multiplied already."""
+
+    def __init__(self, logits_NV: torch.Tensor) -> None:
+        self._logits_NV = logits_NV
+
+    def whole(self) -> torch.Tensor:
+        return self._logits_NV
+
+    def factors(self) -> None:
+        return None
+
+
+class HeadLogits(Logits):
+    """Logits that exist once somebody asks for them whole."""
+
+    def __init__(self, head: OutputHead, hidden_NE: torch.Tensor) -> None:
+        self._head = head
+        self._hidden_NE = hidden_NE
+        self._logits_NV: torch.Tensor | None = None
+
+    def whole(self) -> torch.Tensor:
+        if self._logits_NV is None:
+            self._logits_NV = self._head.logits(self._hidden_NE)
+        return self._logits_NV
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return self._head.head_factors(self._hidden_NE)

@@ -1,0 +1,135 @@
+"""Which decisions read all logits at once, and that those which do not decide the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from torch.nn import functional
+
+from engine_service.kernels.confidence import Confidence
+from engine_service.sampling import sampler
+from engine_service.sampling.batch import DecideBatch
+from engine_service.sampling.head import HeadLogits, KnownLogits
+from engine_service.sampling.sampler import choose, choose_with_confidence, token_logprobs
+from tests.sampling_batches import Row, make_batch
+
+VOCAB, BANNED = 120, (7, 119)
+EXTRAS = {
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.1,
+    "presence_penalty": 0.5,
+    "repetition_penalty": 1.3,
+    "bias": {3: 2.0},
+    "min_tokens": 9,
+}
+
+
+class Head:
+    """Counts how often all logits are multiplied at once."""
+
+    def __init__(self, weight: torch.Tensor, *, is_product: bool = True) -> None:
+        self.weight = weight
+        self.num_whole = 0
+        self._is_product = is_product
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.num_whole += 1
+        return functional.linear(hidden, self.weight)
+
+    def head_factors(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return (hidden, self.weight) if self._is_product else None
+
+
+def both_ways(
+    rows: list[Row], *, logprobs: int | None = None, is_product: bool = True
+) -> tuple[DecideBatch, DecideBatch, Head]:
+    """The same batch with logits to be multiplied and with known ones."""
+    # Whole numbers: products of any width have the same bits, and many logits are equal.
+    hidden = torch.randint(-3, 4, (len(rows), 16)).float() / 4
+    head = Head(torch.randint(-3, 4, (VOCAB, 16)).float() / 2, is_product=is_product)
+    logits = functional.linear(hidden, head.weight)
+    known = make_batch(logits, rows, banned=BANNED, logprobs=logprobs)
+    return dataclasses.replace(known, logits=HeadLogits(head, hidden)), known, head
+
+
+def draws_of(batch: DecideBatch) -> torch.Tensor:
+    return torch.arange(len(batch.rows))
+
+
+def assert_equal(got: Confidence, want: Confidence) -> None:
+    assert got.token_ids.tolist() == want.token_ids.tolist()
+    for name in ("probs", "entropy", "margin"):
+        torch.testing.assert_close(
+            getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-6, msg=name
+        )
+
+
+@pytest.mark.parametrize("piece", [11, 50, VOCAB])
+@pytest.mark.parametrize("hottest", [0.0, 1.5])
+def test_plain_rows_decide_the_same_without_all_logits(
+    piece: int, hottest: float, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    monkeypatch.setattr(sampler, "PIECE", piece)
+    heat = rng.choices([0.0, hottest], k=40)
+    rows = [Row(temperature=one, seed=rng.getrandbits(64)) for one in heat]
+    lazy, known, head = both_ways(rows)
+    got = choose_with_confidence(lazy, draws_of(lazy))
+    assert head.num_whole == 0
+    assert_equal(got, choose_with_confidence(known, draws_of(known)))
+    assert got.token_ids.tolist() == choose(known, draws_of(known)).tolist()
+
+
+def test_greedy_numbers_are_the_same_to_the_last_bit(seed: int) -> None:
+    """A row's confidence decides what falls, and must not depend on what others of the batch want:
+    with one more row that wants log-probabilities all of them read all logits."""
+    torch.manual_seed(seed)
+    lazy, _, head = both_ways([Row()] * 40)
+    wants = dataclasses.replace(lazy.wants, max_logprobs=2)
+    mixed = dataclasses.replace(lazy, wants=wants)
+    want = choose_with_confidence(mixed, draws_of(mixed))
+    assert head.num_whole == 1
+    for value, same in zip(choose_with_confidence(lazy, draws_of(lazy)), want, strict=True):
+        assert torch.equal(value, same)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_whatever_else_a_row_wants_reads_all_logits_once(extra: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    odd = Row(temperature=0.7, seed=seed, suppress=(5,), **{extra: EXTRAS[extra]})
+    lazy, known, head = both_ways([Row(), odd])
+    got = choose_with_confidence(lazy, draws_of(lazy))
+    assert head.num_whole == 1
+    assert_equal(got, choose_with_confidence(known, draws_of(known)))
+    # The probability is that of the raw logits, whatever chose.
+    raw = known.logits_NV.index_fill(1, torch.tensor(BANNED), -torch.inf).softmax(dim=1)
+    torch.testing.assert_close(got.probs, raw.gather(1, got.token_ids[:, None])[:, 0])
+
+
+def test_log_probabilities_read_all_logits_once() -> None:
+    lazy, known, head = both_ways([Row(), Row()], logprobs=3)
+    chosen = choose_with_confidence(lazy, draws_of(lazy)).token_ids
+    scores, wanted = token_logprobs(lazy, chosen), token_logprobs(known, chosen)
+    assert head.num_whole == 1
+    assert scores is not None
+    assert wanted is not None
+    assert scores.ids.tolist() == wanted.ids.tolist()
+
+
+def test_a_head_that_is_more_than_a_product_is_asked_for_its_logits() -> None:
+    lazy, known, head = both_ways([Row()] * 5, is_product=False)
+    got = choose_with_confidence(lazy, draws_of(lazy))
+    assert head.num_whole == 1
+    assert_equal(got, choose_with_confidence(known, draws_of(known)))
+
+
+def test_known_logits_are_read_as_they_are() -> None:
+    logits = torch.randn(2, 5)
+    known = KnownLogits(logits)
+    assert known.whole() is logits
+    assert known.factors() is None
