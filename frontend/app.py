@@ -16,6 +16,7 @@ from frontend.api.grpc_text import SERVICE, add_text_service
 from frontend.api.routes import build_http
 from frontend.config import FrontendConfig
 from frontend.desk import FrontDesk
+from frontend.parsers.registry import output_format
 from tidemill.runtime.errors import FailedPrecondition
 from tidemill.runtime.health import Health
 from tidemill.runtime.parsing import MalformedRequests
@@ -59,8 +60,10 @@ class FrontendServer:
     async def start(cls, config: FrontendConfig) -> FrontendServer:
         """Listens at once and connects to the engine behind it.
 
-        Raises FailedPrecondition naming port and flag when a port is taken.
+        Raises FailedPrecondition naming port and flag when a port is taken, and the flag when a
+        parser is not known.
         """
+        output_format(config.tool_call_parser, config.reasoning_parser, None)
         listener = _listen(config.host, config.http_port)
         server = cls(config)
         try:

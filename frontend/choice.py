@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from frontend.gap import Gap
 from frontend.messages import Canvas, Delta, Finish, FinishReason, Timings, TokenLogprobs, Usage
+from frontend.reading import CallDelta, Reading
 from frontend.request import Options, TextRequest
 from frontend.stopping import StopChecker
 from frontend.tokenizer import Vocabulary
@@ -43,11 +44,16 @@ class TextLogprob(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TextDelta:
-    """What is new of one choice. `token_ids` and `logprobs` may run ahead of `text`, which holds
-    back half characters and possible stop strings."""
+    """What is new of one choice. `token_ids` and `logprobs` may run ahead of the text, which holds
+    back half characters, possible stop strings and possible markers of the output's format.
+
+    `text` is what the user reads; of chats `reasoning` and `calls` are kept apart from it.
+    """
 
     index: int
     text: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TextLogprob] = field(default_factory=list)
     finish_reason: str | None = None
@@ -72,8 +78,14 @@ class Choice:
     """State of one sequence. `matched` is the stop string that ended its text, if one did."""
 
     def __init__(
-        self, index: int, prompt: PromptView, tokenizer: Vocabulary, options: Options
+        self,
+        index: int,
+        prompt: PromptView,
+        tokenizer: Vocabulary,
+        options: Options,
+        reading: Reading | None = None,
     ) -> None:
+        """Without `reading`, text is told as it stands."""
         self.index = index
         self.prompt = prompt
         self.matched: str | None = None
@@ -98,6 +110,7 @@ class Choice:
         self._owes_echo = options.echo
         self._only_prompt = options.sampling.max_tokens == 0
         self._most_tokens = None if prompt.gap is None else prompt.gap.num_tokens
+        self._reading = reading
 
     def feed(self, delta: Delta) -> TextDelta | None:
         """The visible part of what happened, or None when nothing can be shown yet."""
@@ -110,6 +123,8 @@ class Choice:
             self._add_finish(delta.finish, shown)
         if self._owes_echo and (delta.token_ids or delta.finish is not None):
             self._echo(shown)
+        if self._reading is not None:
+            self._read(self._reading, shown)
         is_empty = not (shown.text or shown.token_ids or shown.finish_reason or shown.canvas)
         return None if is_empty else shown
 
@@ -186,6 +201,13 @@ class Choice:
             shown.stop_reason = finish.stop_token_id
         elif finish.detail:
             shown.stop_reason = finish.detail
+
+    @staticmethod
+    def _read(reading: Reading, shown: TextDelta) -> None:
+        is_last = shown.finish_reason is not None
+        shown.text, shown.reasoning, shown.calls = reading.read(shown.text, is_last=is_last)
+        if shown.finish_reason == "stop" and reading.has_calls:
+            shown.finish_reason = "tool_calls"
 
     def _echo(self, shown: TextDelta) -> None:
         """The prompt goes in front of the first text. Token ids stay those of the completion."""

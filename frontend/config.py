@@ -24,6 +24,12 @@ class FrontendConfig:
     """Name that clients use in `model`; default: the engine's model id."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the tokenizer's."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls, for example hermes or llama3_json; auto: as its chat
+    template shows; none: tools are refused."""
+    reasoning_parser: str = "auto"
+    """How the model writes its reasoning, for example deepseek_r1 or qwen3; auto: as its chat
+    template shows; none: reasoning is part of the text."""
     max_body_bytes: int = 4 << 20
     """Largest HTTP request body; larger ones are answered 413."""
     max_message_bytes: int = 64 << 20

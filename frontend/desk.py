@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from frontend.background import Background
 from frontend.config import FrontendConfig
 from frontend.engine_client import EngineClient
 from frontend.generation import Generation
@@ -21,6 +22,7 @@ from frontend.messages import EngineFacts
 from frontend.metrics import Metrics
 from frontend.request import Chat, Ingress, TextRequest
 from frontend.served import ServedModel, load_model
+from frontend.shelf import new_replica
 from frontend.tokenizer import EncodePool
 from frontend.validation import check_ids
 from tidemill.runtime.errors import NotFound, Unavailable
@@ -41,6 +43,8 @@ class FrontDesk:
         self.tracer = tracer
         self.metrics = Metrics()
         self.pool = EncodePool()
+        self.replica = new_replica()
+        self.background = Background()
         self._live: set[Generation] = set()
         self._idle = asyncio.Event()
         self.model: ServedModel | None = None
@@ -168,7 +172,8 @@ class FrontDesk:
             _LOG.warning("%d requests outlived the drain and are aborted", len(self._live))
 
     async def close(self) -> None:
-        """Ends the session with the engine and the threads."""
+        """Ends what runs in the background, the session with the engine and the threads."""
+        await self.background.close()
         await self.engine.close()
         self.pool.close()
         await asyncio.to_thread(self.tracer.stop)

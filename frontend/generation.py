@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from frontend.call import Call
-from frontend.choice import Choice, PromptView, TextDelta, TextLogprob
+from frontend.choice import Choice, PromptView, TextDelta
 from frontend.engine_convert import pack_ids
 from frontend.gap import check_gap, check_suffix_ids, check_suffix_len, fit_prompt, of_suffix
 from frontend.messages import Delta, FinishReason, Sequence, Timings, Usage
 from frontend.observation import Observation
-from frontend.request import Ingress, Prompt, TextRequest
+from frontend.reading import Reading, check_tools, reading_of, with_markers
+from frontend.request import Chat, Ingress, Prompt, TextRequest
+from frontend.result import ChoiceResult
 from frontend.served import ServedModel
 from frontend.validation import DEFAULT_COMPLETION_TOKENS, check_request, context_exceeded
 from tidemill.runtime.errors import DeadlineExceeded, EngineDead, Unsupported
@@ -28,18 +30,8 @@ if TYPE_CHECKING:
 _GRACE_S = 1.0
 """How much longer than the deadline we wait for the engine's own word that it passed."""
 _RECONNECT_S = 2.0
-
-
-@dataclass(slots=True, eq=False)
-class ChoiceResult:
-    """A finished choice."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TextLogprob] = field(default_factory=list)
-    finish_reason: str = ""
-    stop_reason: str | int | None = None
+_PROMPT_END = 16
+"""Tokens of a prompt that say whether it leaves the reasoning open: a tag and white space."""
 
 
 class Generation:
@@ -50,12 +42,12 @@ class Generation:
 
     def __init__(self, desk: FrontDesk, request: TextRequest, ingress: Ingress) -> None:
         self._desk = desk
-        self._request = request
         self._ingress = ingress
         self._call: Call | None = None
         self._suffix_ids: list[int] = []
         self._span = ingress.span
         self.model: ServedModel = desk.model_for(request.options.model)
+        self._request = with_markers(request, self.model.output)
         self.prompts: list[PromptView] = []
         self.choices: list[Choice] = []
         self._seen = Observation(desk.metrics, self.model.name, ingress, request)
@@ -64,6 +56,7 @@ class Generation:
         self._desk.entered(self)
         try:
             check_request(self._request, self.model.facts, self._desk.config.max_n)
+            check_tools(self._request, self.model.output, self.model.template.variables)
             if self._request.suffix:
                 await self._read_suffix(self._request.suffix)
             for prompt in self._request.prompts:
@@ -128,18 +121,9 @@ class Generation:
     async def collect(self) -> list[ChoiceResult]:
         """All choices, finished, in the order of their index."""
         results = [ChoiceResult(choice.index) for choice in self.choices]
-        texts: list[list[str]] = [[] for _ in results]
         async for news in self.deltas():
             for delta in news:
-                result = results[delta.index]
-                texts[delta.index].append(delta.text)
-                result.token_ids += delta.token_ids
-                result.logprobs += delta.logprobs
-                if delta.finish_reason is not None:
-                    result.finish_reason = delta.finish_reason
-                    result.stop_reason = delta.stop_reason
-        for result, parts in zip(results, texts, strict=True):
-            result.text = "".join(parts)
+                results[delta.index].add(delta)
         return results
 
     async def _read_suffix(self, suffix: str) -> None:
@@ -178,7 +162,16 @@ class Generation:
         self.prompts.append(view)
         for _ in range(options.n):
             index = len(self.choices)
-            self.choices.append(Choice(index, view, model.tokenizer, self._request.options))
+            reading = self._reading(prompt, fitted)
+            self.choices.append(Choice(index, view, model.tokenizer, options, reading))
+
+    def _reading(self, prompt: Prompt, token_ids: list[int]) -> Reading | None:
+        """How the answer is read. It matters what the model's prompt ends with."""
+        if not isinstance(prompt, Chat):
+            return None
+        decode = self.model.tokenizer.decode
+        end = decode(token_ids[-_PROMPT_END:], skip_special_tokens=False)
+        return reading_of(prompt, self.model.output, end)
 
     def _check_size(self, num_tokens: int) -> None:
         """Refuses what cannot fit before the time is spent to encode it."""

@@ -70,18 +70,24 @@ class Options:
 class Chat:
     """A conversation to be rendered with the chat template.
 
-    Messages are dicts with `role` and `content` (a string), as templates expect them.
+    Messages are dicts with `role` and `content` (a string), as templates expect them, and tools
+    are OpenAI's: {"type": "function", "function": {"name", "description", "parameters"}}.
     """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    tools: tuple[dict[str, Any], ...] = ()
+    """What the model may call; empty where it may call nothing."""
+    parallel_tool_calls: bool = True
+    """False: only the first call of an answer is told."""
 
     @property
     def size(self) -> int:
-        """Characters of all messages."""
-        return sum(len(message["content"]) for message in self.messages)
+        """Characters of all messages and, about, of the tools."""
+        described = sum(len(str(tool)) for tool in self.tools)
+        return described + sum(len(message["content"]) for message in self.messages)
 
 
 Prompt = str | tuple[int, ...] | Chat

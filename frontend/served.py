@@ -11,6 +11,7 @@ from pathlib import Path
 
 from frontend.config import FrontendConfig
 from frontend.messages import EngineFacts
+from frontend.parsers.registry import OutputFormat, output_format
 from frontend.template import ChatTemplate, load_template
 from frontend.tokenizer import TextTokenizer
 
@@ -24,15 +25,18 @@ class ServedModel:
     facts: EngineFacts
     tokenizer: TextTokenizer
     template: ChatTemplate
+    output: OutputFormat
 
 
 def load_model(config: FrontendConfig, facts: EngineFacts, folder: Path) -> ServedModel:
     """Reads tokenizer and template; blocks. Raises FailedPrecondition saying what is wrong."""
     tokenizer = TextTokenizer(folder)
+    template = load_template(tokenizer, config.chat_template)
     return ServedModel(
         name=config.served_model_name or facts.model_id,
         created=int(time.time()),
         facts=facts,
         tokenizer=tokenizer,
-        template=load_template(tokenizer, config.chat_template),
+        template=template,
+        output=output_format(config.tool_call_parser, config.reasoning_parser, template.source),
     )

@@ -39,10 +39,10 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, special_tokens: dict[str, str]) -> None:
         """Raises FailedPrecondition when the template does not compile."""
-        self._source = source or _PLAIN
+        self.source = source or _PLAIN
         self._special_tokens = special_tokens
         try:
-            parsed = _environment().parse(self._source)
+            parsed = _environment().parse(self.source)
         except jinja2.TemplateSyntaxError as failure:
             raise FailedPrecondition(
                 f"the chat template does not compile (line {failure.lineno}): {failure.message}; "
@@ -58,9 +58,10 @@ class ChatTemplate:
         try:
             rendered = render_jinja_template(
                 [chat.messages],
-                chat_template=self._source,
+                chat_template=self.source,
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
+                tools=list(chat.tools) or None,
                 **{**self._special_tokens, **chat.template_kwargs},
             )
         except Exception as failure:  # templates compute: any error of Python's can come out

@@ -14,7 +14,13 @@ if not torch.cuda.is_available():
     # Before any kernel is defined: Triton then runs them as numpy programs.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-hypothesis.settings.register_profile("house", deadline=None, print_blob=True)
+hypothesis.settings.register_profile(
+    "house",
+    deadline=None,
+    print_blob=True,
+    # Slow drawing says something about the machine, not about the test.
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("house")
 
 

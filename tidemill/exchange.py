@@ -65,6 +65,8 @@ class Choice:
     stop_reason: str
     token_ids: list[int]
     logprobs: list[Any]
+    reasoning: str = ""
+    """Of chats: the model's reasoning, where the server tells it apart from the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +212,7 @@ def _choice(choice: Any) -> Choice:
         stop_reason=choice.stop_reason,
         token_ids=list(choice.token_ids),
         logprobs=list(choice.logprobs),
+        reasoning=choice.message.reasoning if is_chat else "",
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from frontend.api.http import JsonResponse, read_body
+from frontend.api.http import JsonResponse, documented, read_body
 from frontend.api.openai_request import parse, to_messages
 from frontend.api.openai_schema import DetokenizeBody, TokenizeBody
 from frontend.desk import FrontDesk
@@ -40,13 +40,13 @@ def admin_routes(desk: FrontDesk) -> APIRouter:
         """The version of this build."""
         return JsonResponse({"version": __version__})
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", openapi_extra=documented(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or of rendered messages."""
         body = parse(await read_body(request, desk.config.max_body_bytes), TokenizeBody)
         return JsonResponse(await _tokenize(desk, body))
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", openapi_extra=documented(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         body = parse(await read_body(request, desk.config.max_body_bytes), DetokenizeBody)
@@ -76,14 +76,15 @@ async def _tokenize(desk: FrontDesk, body: TokenizeBody) -> dict[str, Any]:
         token_ids = await desk.tokenize(model, chat, body.add_special_tokens)
     else:
         token_ids = await desk.tokenize(model, prompt, body.add_special_tokens)
-    answer: dict[str, Any] = {
+    pieces = None
+    if body.return_token_strs:
+        pieces = [model.tokenizer.piece(token_id).text for token_id in token_ids]
+    return {
         "count": len(token_ids),
         "max_model_len": model.facts.max_model_len,
         "tokens": token_ids,
+        "token_strs": pieces,
     }
-    if body.return_token_strs:
-        answer["token_strs"] = [model.tokenizer.piece(i).text for i in token_ids]
-    return answer
 
 
 def _card(model: ServedModel) -> dict[str, Any]:

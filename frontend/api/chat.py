@@ -9,11 +9,12 @@ from frontend.api.chunks import ChunkWriter
 from frontend.api.openai_request import to_chat
 from frontend.api.openai_response import chat_logprobs, prompt_logprobs, usage_of
 from frontend.api.openai_schema import ChatBody
+from frontend.api.openai_tools import call_deltas, tool_calls
 from frontend.api.sse import Frames
 from frontend.choice import PromptScores, TextDelta
 from frontend.desk import FrontDesk
-from frontend.generation import ChoiceResult
 from frontend.request import Ingress
+from frontend.result import ChoiceResult
 
 
 async def complete(desk: FrontDesk, body: ChatBody, ingress: Ingress) -> dict[str, Any]:
@@ -62,9 +63,16 @@ async def stream(desk: FrontDesk, body: ChatBody, ingress: Ingress) -> AsyncGene
 
 
 def _choice(result: ChoiceResult, body: ChatBody) -> dict[str, Any]:
+    # Clients take null for "calls only"; an empty answer without calls stays a text.
+    content = None if result.calls and not result.text else result.text
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if result.calls:
+        message["tool_calls"] = tool_calls(result.calls)
+    if result.reasoning and body.include_reasoning is not False:
+        message |= _reasoning(result.reasoning)
     choice = {
         "index": result.index,
-        "message": {"role": "assistant", "content": result.text, "refusal": None},
+        "message": message,
         "logprobs": chat_logprobs(result.logprobs) if body.logprobs else None,
         "finish_reason": result.finish_reason,
         "stop_reason": result.stop_reason,
@@ -79,8 +87,9 @@ def _chunks(writer: ChunkWriter, delta: TextDelta, body: ChatBody) -> bytes:
     chunks = b"" if delta.canvas is None else writer.canvas(delta)
     scores = writer.scores.take(delta) if delta.index == 0 else []
     beside = {"prompt_logprobs": prompt_logprobs(scores)} if scores else {}
-    if delta.text or delta.logprobs or scores or (writer.keeps_empty and delta.token_ids):
-        choice = _delta(delta.index, {"content": delta.text})
+    news = _news(delta, body)
+    if news or delta.logprobs or scores or (writer.keeps_empty and delta.token_ids):
+        choice = _delta(delta.index, news or {"content": ""})
         if body.logprobs:
             choice["logprobs"] = chat_logprobs(delta.logprobs)
         if body.return_token_ids:
@@ -90,6 +99,21 @@ def _chunks(writer: ChunkWriter, delta: TextDelta, body: ChatBody) -> bytes:
         choice = _delta(delta.index, {}, delta.finish_reason)
         chunks += writer.chunk({**choice, "stop_reason": delta.stop_reason})
     return chunks
+
+
+def _news(delta: TextDelta, body: ChatBody) -> dict[str, Any]:
+    """What a delta says, in the fields of a chunk's delta."""
+    news: dict[str, Any] = {"content": delta.text} if delta.text else {}
+    if delta.reasoning and body.include_reasoning is not False:
+        news |= _reasoning(delta.reasoning)
+    if delta.calls:
+        news["tool_calls"] = call_deltas(delta.calls)
+    return news
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Under both names that clients know it by."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _delta(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:

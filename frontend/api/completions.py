@@ -12,8 +12,9 @@ from frontend.api.openai_schema import CompletionBody
 from frontend.api.sse import Frames
 from frontend.choice import PromptScores, TextDelta, TextLogprob
 from frontend.desk import FrontDesk
-from frontend.generation import ChoiceResult, Generation
+from frontend.generation import Generation
 from frontend.request import Ingress
+from frontend.result import ChoiceResult
 
 
 async def complete(desk: FrontDesk, body: CompletionBody, ingress: Ingress) -> dict[str, Any]:

@@ -18,11 +18,13 @@ from google.protobuf.message_factory import GetMessageClass
 
 from frontend.api import grpc_text_convert as convert
 from frontend.api.grpc_text_infill import to_infill_request
+from frontend.api.grpc_text_tools import call_messages
 from frontend.api.openai_response import canvas_text
 from frontend.choice import PromptScores, TextDelta
 from frontend.desk import FrontDesk
-from frontend.generation import ChoiceResult, Generation
+from frontend.generation import Generation
 from frontend.request import Ingress, TextRequest
+from frontend.result import ChoiceResult
 from tidemill.runtime import telemetry
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.runtime.rpc import answering
@@ -237,7 +239,8 @@ def _news_of_prompt(scores: PromptScores, delta: TextDelta) -> list[pb.TextLogpr
 
 def _has_news(delta: TextDelta, options: Any) -> bool:
     has_ids = options.return_token_ids and delta.token_ids
-    return bool(delta.text or delta.logprobs or delta.finish_reason or has_ids)
+    says = delta.text or delta.reasoning or delta.calls
+    return bool(says or delta.logprobs or delta.finish_reason or has_ids)
 
 
 async def _write(context: Any, message: Any, delta: TextDelta, generation: Generation) -> None:
@@ -255,6 +258,8 @@ def _text_choice(result: TextDelta | ChoiceResult, options: Any) -> pb.TextChoic
 def _chat_choice(result: TextDelta | ChoiceResult, options: Any) -> pb.ChatChoice:
     choice = pb.ChatChoice(**_common(result, options))
     choice.message.role = "assistant"
+    choice.message.reasoning = result.reasoning
+    choice.message.tool_calls.extend(call_messages(result.calls))
     if result.text:
         choice.message.parts.add(text=result.text)
     return choice

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
+from frontend.api.grpc_text_tools import to_tools
 from frontend.api.openai_request import with_arguments
 from frontend.choice import TextDelta, TextLogprob
 from frontend.messages import Timings, Usage
@@ -39,10 +41,6 @@ def to_chat_request(
 ) -> TextRequest:
     """The request behind Chat and ChatStream."""
     options, chat = to_options(request.options, metadata), request.chat
-    if chat.tools:
-        raise Unsupported("tools is not served by this build", param="tools")
-    if chat.tool_choice.function_name or chat.tool_choice.mode not in ("", "none", "auto"):
-        raise Unsupported("tool_choice is not served by this build", param="tool_choice")
     kwargs = to_plain(chat.chat_template_kwargs, "chat_template_kwargs")
     if chat.reasoning_effort:
         kwargs["reasoning_effort"] = chat.reasoning_effort
@@ -54,6 +52,8 @@ def to_chat_request(
         continue_final_message=chat.continue_final_message,
         template_kwargs=kwargs,
     )
+    is_parallel = not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls
+    prompt = replace(prompt, tools=to_tools(chat), parallel_tool_calls=is_parallel)
     return TextRequest(prompts=(prompt,), options=options, prompt_param="messages")
 
 

@@ -50,6 +50,7 @@ def _health(desk: FrontDesk) -> dict[str, Any]:
         "engine": {"state": desk.engine.state, "address": desk.config.engine},
         "last_error": None if desk.engine.state == "ready" else desk.engine.last_error,
         "model": None if model is None else model.name,
+        "replica": desk.replica,
         "requests": desk.num_live,
         "running": load.running,
         "waiting": load.waiting,

@@ -14,11 +14,13 @@ from collections.abc import Coroutine
 from typing import Any, ClassVar, TypeVar
 
 import orjson
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from frontend.api.envelopes import error_body
 from frontend.desk import FrontDesk
 from frontend.request import Ingress
 from tidemill.runtime import telemetry
@@ -86,7 +88,7 @@ class IngressMiddleware:
             if status:
                 raise  # half of another answer is out
             error = to_service_error(failure, request)
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, path)(scope, receive, send_with_id)
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
             counter = self._desk.metrics.http_requests.labels(route, request.method, status)
@@ -131,27 +133,13 @@ class IngressMiddleware:
         )
 
 
-def envelope(error: ServiceError) -> dict[str, Any]:
-    """OpenAI's error object; numeric facts (n_ctx, n_prompt_tokens) stand beside its fields."""
-    facts = {name: int(text) for name, text in error.facts.items() if text.isdecimal()}
-    return {
-        "error": {
-            "message": error.message,
-            "type": error.http_type,
-            "param": error.param,
-            "code": error.reason.lower(),
-            **facts,
-        }
-    }
-
-
-def error_response(error: ServiceError) -> Response:
-    """The error with its status, and Retry-After where waiting helps."""
+def error_response(error: ServiceError, path: str) -> Response:
+    """The error as the API of `path` words it, with Retry-After where waiting helps."""
     headers = {}
     if error.retry_after_ms is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_ms / 1000))
         headers["retry-after-ms"] = str(error.retry_after_ms)
-    return JsonResponse(envelope(error), status_code=error.http_status, headers=headers)
+    return JsonResponse(error_body(error, path), status_code=error.http_status, headers=headers)
 
 
 def to_service_error(failure: Exception, request: Request) -> ServiceError:
@@ -164,6 +152,12 @@ def to_service_error(failure: Exception, request: Request) -> ServiceError:
         return NotFound(f"there is no route {request.method} {request.url.path}")
     _LOG.error("a request failed", exc_info=failure)
     return InternalError(f"internal error: {type(failure).__name__}: {failure}")
+
+
+def documented(body: type[BaseModel]) -> dict[str, Any]:
+    """The body for /docs; the routes parse it themselves, to bound its size and word its errors."""
+    schema = body.model_json_schema()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -10,17 +10,13 @@ import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from pydantic import BaseModel
-
-from frontend.api.openai_schema import ChatBody, CompletionBody
+from frontend.api.openai_schema import Body, ChatBody, CompletionBody
 from tidemill.runtime.errors import Unsupported
 
 _LOG = logging.getLogger("tidemill.frontend.http")
 
 NOT_SERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "response_format": ({"type": "text"},),
@@ -76,8 +72,7 @@ NOT_SERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "data_parallel_rank": (),
         "chat_template": (),
         "documents": ([],),
-        "include_reasoning": (True,),
-        "separate_reasoning": (False,),
+        "separate_reasoning": (True,),
         "thinking_token_budget": (),
         "return_hidden_states": (False,),
         "return_routed_experts": (False,),
@@ -117,7 +112,10 @@ OF_COMPLETIONS: Mapping[str, str] = MappingProxyType(
         "continue_final_message": "/v1/chat/completions",
         "chat_template_kwargs": "/v1/chat/completions",
         "reasoning_effort": "/v1/chat/completions",
+        "tools": "/v1/chat/completions",
+        "tool_choice": "/v1/chat/completions",
         "parallel_tool_calls": "/v1/chat/completions",
+        "include_reasoning": "/v1/chat/completions",
     }
 )
 """What only chats take, and what to use instead."""
@@ -132,20 +130,32 @@ OF_CHATS: Mapping[str, str] = MappingProxyType(
 """What only completions take, and what to use instead."""
 
 
-def refuse_unserved(body: BaseModel) -> None:
+def refuse_unserved(body: Body) -> None:
     """Raises Unsupported naming the first known parameter that asks for something."""
-    other = dict(OTHER_NAMES)
-    if isinstance(body, CompletionBody):
-        other |= OF_COMPLETIONS
-    elif isinstance(body, ChatBody):
-        other |= OF_CHATS
+    other, not_served = _other_names(body), {**NOT_SERVED, **body.not_served}
     for name, value in (body.model_extra or {}).items():
         if value is None:
             continue
         if name in other:
             if value is not False:
                 raise Unsupported(f"{name} is not served here; use {other[name]}", param=name)
-        elif name not in NOT_SERVED:
+        elif name not in not_served:
             _LOG.debug("ignored the unknown parameter %s", name[:80])
-        elif value not in NOT_SERVED[name]:
+        elif value not in not_served[name]:
             raise Unsupported(f"{name} is not served by this build; leave it out", param=name)
+
+
+def _other_names(body: Body) -> dict[str, str]:
+    """What else to use instead of parameters that this API does not take.
+
+    Those of completions that an API with names of its own does not know are refused there: who
+    sends them counts on their effect.
+    """
+    if isinstance(body, CompletionBody):
+        return {**OTHER_NAMES, **OF_COMPLETIONS}
+    if isinstance(body, ChatBody):
+        return {**OTHER_NAMES, **OF_CHATS}
+    if not body.other_names:
+        return dict(OTHER_NAMES)
+    names = {*CompletionBody.model_fields, *ChatBody.model_fields} - {*body.not_served}
+    return {**OTHER_NAMES, **dict.fromkeys(names, "/v1/chat/completions"), **body.other_names}

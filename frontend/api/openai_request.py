@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import reprlib
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from frontend.api.not_served import refuse_unserved
-from frontend.api.openai_schema import ChatBody, CompletionBody, GenerationBody, Message
+from frontend.api.openai_schema import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DecodingBody,
+    GenerationBody,
+    Message,
+)
+from frontend.api.openai_tools import to_tools
 from frontend.request import Chat, Decoding, Options, Prompt, Sampling, TextRequest
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
-Parsed = TypeVar("Parsed", bound=BaseModel)
+Parsed = TypeVar("Parsed", bound=Body)
 
 
 def parse(body: bytes, kind: type[Parsed]) -> Parsed:
@@ -62,6 +71,11 @@ def to_chat(body: ChatBody) -> TextRequest:
         continue_final_message=body.continue_final_message,
         template_kwargs=kwargs,
     )
+    chat = replace(
+        chat,
+        tools=tuple(to_tools(body.tools or [], body.tool_choice)),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+    )
     return TextRequest(prompts=(chat,), options=options, prompt_param="messages")
 
 
@@ -75,7 +89,7 @@ def to_messages(
     """A conversation for the template; continuing a message implies no generation prompt."""
     continues = bool(continue_final_message)
     return Chat(
-        messages=[_to_message(i, message) for i, message in enumerate(messages)],
+        messages=[to_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
         add_generation_prompt=not continues
         if add_generation_prompt is None
         else add_generation_prompt,
@@ -110,7 +124,9 @@ def _options(
         model=body.model or "",
         n=n,
         sampling=_sampling(body),
-        decoding=_decoding(body),
+        decoding=to_decoding(
+            body.decoding, threshold=body.threshold, steps=body.steps, remasking=body.remasking
+        ),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos,
@@ -139,20 +155,21 @@ def _sampling(body: GenerationBody) -> Sampling:
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         logit_bias=body.logit_bias or {},
-        seed=None if body.seed is None else body.seed & (2**64 - 1),
+        seed=to_seed(body.seed),
         max_tokens=body.max_tokens if max_tokens is None else max_tokens,
         min_tokens=body.min_new_tokens if min_tokens is None else min_tokens,
     )
 
 
-def _decoding(body: GenerationBody) -> Decoding:
-    """`decoding`, with the diffusion shortcuts merged in."""
-    given = body.decoding
+def to_seed(given: int | None) -> int | None:
+    """Any integer as the engine's unsigned 64 bits."""
+    return None if given is None else given & (2**64 - 1)
+
+
+def to_decoding(given: DecodingBody | None, **shortcuts: Any) -> Decoding:
+    """`decoding`, with the shortcuts that are not None merged in."""
     params = dict((given and given.params) or {})
-    for name in ("threshold", "steps", "remasking"):
-        value = getattr(body, name)
-        if value is not None:
-            params[name] = value
+    params |= {name: value for name, value in shortcuts.items() if value is not None}
     return Decoding(method=given.method if given else None, params=params)
 
 
@@ -179,10 +196,15 @@ def _are_ids(values: list[object]) -> bool:
     return all(type(value) is int for value in values)
 
 
-def _to_message(index: int, message: Message) -> dict[str, Any]:
-    """A message with plain text content; what else it carries is the template's to read."""
-    content, place = message.content, f"messages[{index}]"
+def to_message(message: Message, place: str) -> dict[str, Any]:
+    """A message with plain text content; what else it carries is the template's to read.
+
+    `place` is where it stands in the body, for errors: messages[0].
+    """
+    content = message.content
     beside = {k: value for k, value in (message.model_extra or {}).items() if value is not None}
+    if "reasoning" in beside:  # clients send it back under either name, templates read one
+        beside.setdefault("reasoning_content", beside.pop("reasoning"))
     calls = beside.get("tool_calls", [])
     if not isinstance(calls, list):
         raise InvalidRequest(
@@ -193,11 +215,16 @@ def _to_message(index: int, message: Message) -> dict[str, Any]:
     elif content in (None, []):
         raise InvalidRequest(f"{place}.content is missing", param=f"{place}.content")
     if isinstance(content, list):
-        content = "\n".join(_to_text(part, f"{place}.content") for part in content)
+        content = to_text(content, f"{place}.content")
     return {"role": message.role, "content": content or "", **beside}
 
 
-def _to_text(part: dict[str, Any], param: str) -> str:
+def to_text(parts: list[dict[str, Any]], param: str) -> str:
+    """The text of content parts, a line each. Raises Unsupported for parts of another kind."""
+    return "\n".join(_part_text(part, param) for part in parts)
+
+
+def _part_text(part: dict[str, Any], param: str) -> str:
     kind = part.get("type", "text")
     if kind not in ("text", "input_text"):
         raise Unsupported(f"content parts of type {kind!r} are not served yet", param=param)

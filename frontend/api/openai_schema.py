@@ -7,10 +7,13 @@ that not_served.py can refuse those that other servers know.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
 
+TOOL_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 Int32 = Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)]
 
 
@@ -18,6 +21,10 @@ class Body(BaseModel):
     """Any request body."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
+    not_served: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType({})
+    """Parameters of this API alone that are refused, with the values that ask for nothing."""
+    other_names: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Parameters that this API does not take, and what to use instead."""
 
 
 class StreamOptions(Body):
@@ -122,6 +129,22 @@ class Message(Body):
     content: str | list[dict[str, Any]] | None = None
 
 
+class FunctionBody(Body):
+    """What a tool does and takes; `parameters` is a JSON schema."""
+
+    name: str = Field(pattern=TOOL_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: StrictBool | None = None
+
+
+class ToolBody(Body):
+    """One tool. Only functions are served."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions. Without max_tokens an answer may fill the context."""
 
@@ -133,12 +156,20 @@ class ChatBody(GenerationBody):
     """Continue the text of the last message, which must be the assistant's."""
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tools: list[ToolBody] | None = None
+    """What the model may call. Needs a chat template with a place for tools."""
+    tool_choice: str | dict[str, Any] | None = None
+    """auto or none, for which the model is told of no tools."""
     parallel_tool_calls: StrictBool | None = None
-    """Without effect: as long as tools are not served there are no calls to limit."""
+    """false: only the first call of an answer is told."""
+    include_reasoning: StrictBool | None = None
+    """false: the reasoning is left out of the answer; it is generated and counted all the same."""
 
 
 class TokenizeBody(Body):
     """POST /tokenize: either `prompt` or `messages`."""
+
+    not_served = MappingProxyType({"tools": ([],)})
 
     model: str | None = None
     prompt: str | None = None
@@ -152,6 +183,8 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     """POST /detokenize."""
+
+    not_served = MappingProxyType({"tools": ([],)})
 
     model: str | None = None
     tokens: list[StrictInt]

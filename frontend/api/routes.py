@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -15,14 +12,18 @@ from frontend.api.health import health_routes
 from frontend.api.http import (
     IngressMiddleware,
     JsonResponse,
+    documented,
     error_response,
     read_body,
     to_service_error,
     unless_gone,
 )
+from frontend.api.jobs import job_routes
+from frontend.api.messages import messages_routes
 from frontend.api.openai_request import parse
 from frontend.api.openai_schema import ChatBody, CompletionBody
 from frontend.api.page import page_routes
+from frontend.api.responses import responses_routes
 from frontend.api.sse import EventStream
 from frontend.desk import FrontDesk
 from tidemill import __version__
@@ -34,9 +35,12 @@ def build_http(desk: FrontDesk) -> FastAPI:
     app = FastAPI(title="Tidemill", version=__version__)
     app.include_router(admin_routes(desk))
     app.include_router(health_routes(desk))
+    app.include_router(job_routes(desk))
+    app.include_router(messages_routes(desk))
+    app.include_router(responses_routes(desk))
     app.include_router(page_routes(desk))
 
-    @app.post("/v1/chat/completions", openapi_extra=_documented(ChatBody))
+    @app.post("/v1/chat/completions", openapi_extra=documented(ChatBody))
     async def create_chat_completion(request: Request) -> Response:
         """Answers a conversation, whole or as a stream of events."""
         body = parse(await read_body(request, desk.config.max_body_bytes), ChatBody)
@@ -46,7 +50,7 @@ def build_http(desk: FrontDesk) -> FastAPI:
         work = chat.complete(desk, body, ingress)
         return JsonResponse(await unless_gone(request.receive, work))
 
-    @app.post("/v1/completions", openapi_extra=_documented(CompletionBody))
+    @app.post("/v1/completions", openapi_extra=documented(CompletionBody))
     async def create_completion(request: Request) -> Response:
         """Completes prompts, whole or as a stream of events."""
         body = parse(await read_body(request, desk.config.max_body_bytes), CompletionBody)
@@ -57,15 +61,9 @@ def build_http(desk: FrontDesk) -> FastAPI:
         return JsonResponse(await unless_gone(request.receive, work))
 
     async def answer_failure(request: Request, failure: Exception) -> Response:
-        return error_response(to_service_error(failure, request))
+        return error_response(to_service_error(failure, request), request.url.path)
 
     for kind in (ServiceError, HTTPException):
         app.add_exception_handler(kind, answer_failure)
     app.add_middleware(IngressMiddleware, desk=desk)
     return app
-
-
-def _documented(body: type[BaseModel]) -> dict[str, Any]:
-    """The body for /docs; the routes parse it themselves, to bound its size and word its errors."""
-    schema = body.model_json_schema()
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -6,7 +6,7 @@ It does not know what the events mean.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -14,7 +14,8 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from frontend.api.http import envelope, unless_gone
+from frontend.api.envelopes import openai_error
+from frontend.api.http import unless_gone
 from tidemill.runtime.errors import Cancelled, InternalError, ServiceError
 
 _LOG = logging.getLogger("tidemill.frontend.http")
@@ -24,6 +25,16 @@ DONE = b"data: [DONE]\n\n"
 def event(content: Mapping[str, Any]) -> bytes:
     """One event with a JSON body."""
     return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+def named_event(name: str, content: Mapping[str, Any]) -> bytes:
+    """One event with a name and a JSON body."""
+    return b"event: " + name.encode() + b"\n" + event(content)
+
+
+def openai_end(error: ServiceError | None) -> bytes:
+    """How streams of completions end: [DONE], behind the error if there was one."""
+    return DONE if error is None else event(openai_error(error)) + DONE
 
 
 class Frames:
@@ -41,15 +52,20 @@ class EventStream(Response):
     """Sends what a generator yields; the generator ends when the client leaves.
 
     Nothing is sent before the first item, so that a request that is refused gets its own status.
-    A failure after that becomes one error event and [DONE].
+    `end` says what comes last, behind everything or behind a failure in the middle.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        end: Callable[[ServiceError | None], bytes] = openai_end,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._end = end
         self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,13 +81,13 @@ class EventStream(Response):
         self._has_begun = True
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": first, "more_body": True})
+        failure: ServiceError | None = None
         try:
             async for item in self._events:
                 await send({"type": "http.response.body", "body": item, "more_body": True})
-            end = DONE
         except ServiceError as error:
-            end = event(envelope(error)) + DONE
+            failure = error
         except Exception as bug:  # the status is out: the client learns it from an event
             _LOG.exception("a stream failed")
-            end = event(envelope(InternalError(f"{type(bug).__name__}: {bug}"))) + DONE
-        await send({"type": "http.response.body", "body": end, "more_body": False})
+            failure = InternalError(f"{type(bug).__name__}: {bug}")
+        await send({"type": "http.response.body", "body": self._end(failure), "more_body": False})

@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.service.frontends import Stack, stack, until
+from tests.service.frontends import Stack, stack
+from tests.waiting import until
 from tidemill.client import AsyncClient, Client
 from tidemill.exchange import CallOptions
 from tidemill.runtime.errors import NotFound, Unsupported
@@ -24,7 +25,7 @@ HI = [{"role": "user", "content": "hi é"}]
 async def served(tmp_path: Path) -> Any:
     async with stack(tmp_path) as running:
         yield running
-        assert running.frontend.desk.engine.num_slots == 0
+        await until(lambda: running.frontend.desk.engine.num_slots == 0)
 
 
 async def test_async_client(served: Stack) -> None:
@@ -84,8 +85,7 @@ async def test_the_blocking_client(served: Stack) -> None:
     served.engine.step_s = 0.005
     found = await asyncio.to_thread(run_blocking, served.grpc_address)
     assert found == ["aba", "hi", "ab", [258, 111], "hello", ["fake"]]
-    await asyncio.sleep(0.1)
-    assert served.engine.live == 0
+    await until(lambda: served.engine.live == 0)
     assert served.engine.outcomes[-1] == "aborted"
 
 
@@ -236,15 +236,17 @@ async def test_errors_arrive_typed(served: Stack) -> None:
 
 
 async def test_canvas_events(tmp_path: Path) -> None:
-    engine = {"mask_token_id": 264}
+    engine = {"mask_token_id": 264, "hold_after": 1}  # newer tokens would overtake the canvas
     async with (
         stack(tmp_path, engine=engine) as served,
         AsyncClient(served.grpc_address) as client,
     ):
         options = CallOptions(emit_canvas=True)
         chosen = SamplingParams(max_tokens=4)
-        deltas = [d async for d in client.generate_stream("ab", chosen, options)]
-    shown = next(delta.canvas for delta in deltas if delta.canvas is not None)
+        async for delta in client.generate_stream("ab", chosen, options):
+            shown = delta.canvas
+            if shown is not None:
+                break
     assert (shown.block, shown.step, list(shown.fixed)) == (2, 3, [True, False])
     assert list(shown.confidence) == [0.75, 0.5]
     assert shown.text[1] == "\u2591"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import openai
 import pytest
 
 from tests.service.frontends import Stack, stack
+from tests.waiting import PATIENCE_S, until
 
 HI = [{"role": "user", "content": "hi é"}]
 
@@ -77,7 +79,7 @@ async def test_chat_stream_has_the_shape_that_clients_rely_on(tmp_path: Path) ->
 
 async def test_raw_stream_ends_with_done_and_no_usage_unless_asked(tmp_path: Path) -> None:
     body = {"prompt": "ab", "max_tokens": 3, "stream": True}
-    async with stack(tmp_path) as served, httpx.AsyncClient(base_url=served.url) as client:
+    async with stack(tmp_path) as served, served.http() as client:
         answer = await client.post("/v1/completions", json=body)
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = answer.text.split("\n\n")
@@ -99,10 +101,11 @@ async def test_stop_strings_across_tokens_and_deltas(
     tmp_path: Path, streams: bool, per_step: int
 ) -> None:
     prompt = "one é END two"
-    async with stack(tmp_path, engine={"tokens_per_step": per_step}) as served:
+    engine = {"tokens_per_step": per_step, "max_model_len": 1 << 20}
+    async with stack(tmp_path, engine=engine) as served:
         async with sdk(served) as client:
             create = client.completions.create
-            fields = {"model": "fake", "prompt": prompt, "max_tokens": 40, "stop": ["END", "no"]}
+            fields = {"model": "fake", "prompt": prompt, "max_tokens": 10**6, "stop": ["END", "no"]}
             if streams:
                 options = {"include_usage": True}
                 chunks = [
@@ -117,7 +120,7 @@ async def test_stop_strings_across_tokens_and_deltas(
         assert last.finish_reason == "stop"
         assert last.stop_reason == "END"
         assert usage.completion_tokens == len(b"one \xc3\xa9 END")
-        assert served.engine.outcomes == ["stop_string"]
+        await until(lambda: served.engine.outcomes == ["stop_string"])
 
 
 async def test_several_prompts_and_choices(tmp_path: Path) -> None:
@@ -194,7 +197,7 @@ async def events_of(client: httpx.AsyncClient, path: str, body: dict[str, Any]) 
 
 async def test_streams_carry_prompt_logprobs_once(tmp_path: Path) -> None:
     """They equal those of the answer in one piece; a half character holds the first text back."""
-    async with stack(tmp_path) as served, httpx.AsyncClient(base_url=served.url) as client:
+    async with stack(tmp_path) as served, served.http() as client:
         for path, body in (
             ("/v1/completions", {"prompt": ["éb", "c"], "n": 2, "max_tokens": 4}),
             ("/v1/chat/completions", {"messages": HI, "n": 2, "max_tokens": 3}),
@@ -221,7 +224,7 @@ async def test_streams_carry_prompt_logprobs_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 async def test_half_characters_have_names_and_offsets(tmp_path: Path, streams: bool) -> None:
     body = {"prompt": "R: é", "max_tokens": 6, "logprobs": 1, "echo": True}
-    async with stack(tmp_path) as served, httpx.AsyncClient(base_url=served.url) as client:
+    async with stack(tmp_path) as served, served.http() as client:
         if streams:
             events = await events_of(client, "/v1/completions", body)
             parts = [event["choices"][0]["logprobs"] for event in events]
@@ -272,7 +275,7 @@ async def test_every_parameter_reaches_the_engine(tmp_path: Path) -> None:
                 "threshold": 0.75,
                 "decoding": {"method": "autoregressive", "params": {"steps": 3}},
             },
-            extra_headers={"X-Request-Id": "req-1", "x-request-timeout-ms": "5000"},
+            extra_headers={"X-Request-Id": "req-1", "x-request-timeout-ms": "500000"},
         )
         (spec,) = served.engine.submits
     given = spec.sampling
@@ -289,13 +292,13 @@ async def test_every_parameter_reaches_the_engine(tmp_path: Path) -> None:
     assert not spec.logprobs.HasField("prompt_top")
     assert (spec.priority, spec.cache_salt, spec.request_id) == (3, "s", "req-1")
     assert spec.prompt_token_ids == b"e\0\0\0f\0\0\0"
-    assert 4000 < spec.timeout_ms <= 5000
+    assert 400_000 < spec.timeout_ms <= 500_000
     assert spec.decoding.method == "autoregressive"
     assert dict(spec.decoding.params) == {"threshold": 0.75, "steps": 3}
 
 
 async def test_request_ids_are_echoed(tmp_path: Path) -> None:
-    async with stack(tmp_path) as served, httpx.AsyncClient(base_url=served.url) as client:
+    async with stack(tmp_path) as served, served.http() as client:
         body = {"prompt": "a", "max_tokens": 1}
         answer = await client.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
         assert answer.headers["x-request-id"] == "mine"
@@ -307,15 +310,18 @@ async def test_request_ids_are_echoed(tmp_path: Path) -> None:
 async def test_canvas_events_on_demand(tmp_path: Path) -> None:
     async with (
         stack(tmp_path, engine={"mask_token_id": 264}) as served,
-        httpx.AsyncClient(base_url=served.url) as client,
+        served.http() as client,
     ):
         body = {"prompt": "ab", "max_tokens": 3, "stream": True}
         plain = await client.post("/v1/completions", json=body)
         assert "canvas" not in plain.text
-        options = {"include_canvas": True}
-        answer = await client.post("/v1/completions", json={**body, "stream_options": options})
-    events = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
-    shown = next(event for event in events if "canvas" in event)
+        served.engine.hold_after = 1  # newer tokens would overtake the canvas
+        body["stream_options"] = {"include_canvas": True}
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if '"canvas"' in line:
+                    shown = json.loads(line.removeprefix("data: "))
+                    break
     assert shown["choices"] == []
     assert shown["canvas"]["block"] == 2
     assert shown["canvas"]["text"][1] == "\u2591"
@@ -327,7 +333,7 @@ async def test_models_tokenize_and_version(tmp_path: Path) -> None:
     async with (
         stack(tmp_path, served_model_name="sea") as served,
         sdk(served) as client,
-        httpx.AsyncClient(base_url=served.url) as raw,
+        served.http() as raw,
     ):
         (card,) = (await client.models.list()).data
         assert (card.id, card.model_dump()["max_model_len"]) == ("sea", 512)
@@ -346,8 +352,15 @@ async def test_models_tokenize_and_version(tmp_path: Path) -> None:
 
 
 async def test_metrics_count_what_happened(tmp_path: Path) -> None:
-    async with stack(tmp_path) as served, httpx.AsyncClient(base_url=served.url) as client:
-        await client.post("/v1/completions", json={"prompt": "ab", "max_tokens": 3, "n": 2})
+    ttft = 'tidemill_time_to_first_token_seconds_count{model_name="fake"} 1.0'
+    async with stack(tmp_path, engine={"hold_after": 1}) as served, served.http() as client:
+        body = {"prompt": "ab", "max_tokens": 3, "n": 2}
+        asked = asyncio.create_task(client.post("/v1/completions", json=body))
+        async with asyncio.timeout(PATIENCE_S):
+            while ttft not in (await client.get("/metrics")).text:
+                pass
+        served.engine.hold_after = None  # only now, or all tokens could come in one piece
+        await asked
         await client.post("/v1/completions", json={"prompt": "ab", "temperature": -1})
         text = (await client.get("/metrics")).text
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))

@@ -26,7 +26,6 @@ HINTS = {
     "group": "for routers between frontend and engine",
     "spec.prompt_digest": "for routers between frontend and engine",
     "spec.group": "for routers between frontend and engine",
-    "chat.parallel_tool_calls": "no tools are served: there is nothing to limit",
 }
 """Accepted without effect, and the contract says so."""
 
@@ -45,6 +44,9 @@ SPECIAL: dict[str, Any] = {
     "options.skip_special_tokens": False,
     "options.spaces_between_special_tokens": False,
     "chat.add_generation_prompt": False,
+    "chat.tools": [{"name": "f"}],
+    "chat.tool_choice.mode": "required",
+    "chat.parallel_tool_calls": False,
     "skip_special_tokens": False,
     "messages": [{"role": "user", "parts": [{"text": "other"}]}],
     "messages.messages": [{"role": "user", "parts": [{"text": "other"}]}],

@@ -22,6 +22,7 @@ from frontend.request import Chat
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 def completion(**fields: object) -> object:
@@ -141,6 +142,12 @@ def test_other_prompts_are_refused(prompt: object) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"usage": 1}}, "stream_options.usage"),
         ({"decoding": {"threshold": 0.5}}, "decoding.threshold"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [TOOL, TOOL]}, "tools[1]"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
     ],
 )
 def test_wrong_values_name_their_field(fields: dict[str, object], param: str) -> None:
@@ -152,8 +159,8 @@ def test_wrong_values_name_their_field(fields: dict[str, object], param: str) ->
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"type": "function"}]},
         {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
         {"response_format": {"type": "json_object"}},
         {"best_of": 2},
         {"use_beam_search": True},
@@ -183,6 +190,30 @@ def test_what_is_not_served_is_refused_by_name(fields: dict[str, object]) -> Non
 def test_neutral_values_and_unknown_fields_pass() -> None:
     assert chat(tools=[], tool_choice="auto", response_format={"type": "text"}, n=1, best_of=1)
     assert chat(invented_by_an_agent={"a": 1}, store=False, parallel_tool_calls=True)
+
+
+def test_tools_reach_the_template_unless_none_may_be_called() -> None:
+    (prompt,) = chat(tools=[TOOL], tool_choice="auto").prompts
+    assert list(prompt.tools) == [TOOL]
+    assert prompt.parallel_tool_calls
+    (prompt,) = chat(tools=[TOOL], tool_choice="none", parallel_tool_calls=False).prompts
+    assert prompt.tools == ()
+    assert not prompt.parallel_tool_calls
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_earlier_reasoning_reaches_the_template_under_the_name_it_reads(name: str) -> None:
+    earlier = {"role": "assistant", "content": "Yes.", name: "Hm."}
+    (prompt,) = chat(messages=[*HELLO["messages"], earlier, *HELLO["messages"]]).prompts
+    said = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
+    assert prompt.messages[1] == said
+
+
+def test_a_strict_tool_is_refused_because_nothing_holds_the_model_to_it() -> None:
+    strict = {"type": "function", "function": {"name": "g", "strict": True}}
+    with pytest.raises(Unsupported, match="strict") as caught:
+        chat(tools=[TOOL, strict])
+    assert caught.value.param == "tools[1]"
 
 
 def test_chat_options() -> None:
@@ -270,6 +301,8 @@ OF_CHAT = {
     "continue_final_message": True,
     "chat_template_kwargs": {"a": 1},
     "reasoning_effort": "low",
+    "tools": [TOOL],
+    "parallel_tool_calls": False,
 }
 REFUSED = {"best_of": 3, "spaces_between_special_tokens": False}
 OF_THE_ANSWER = {
@@ -277,7 +310,8 @@ OF_THE_ANSWER = {
     "stream_options": "test_frontend_openai, and below",
     "return_token_ids": "test_frontend_openai: more in the answer",
     "top_logprobs": "test_chat_options: needs logprobs",
-    "parallel_tool_calls": "without effect, and the schema says so",
+    "tool_choice": "test_tools_reach_the_template: needs tools",
+    "include_reasoning": "test_frontend_tools: less in the answer",
 }
 
 

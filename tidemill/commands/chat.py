@@ -85,8 +85,16 @@ def _answer(client: Client, said: list[dict[str, str]], wanted: ChatOptions) -> 
 
 
 def _printed(deltas: Iterator[Delta]) -> Iterator[str]:
-    """The texts of an answer, each of them printed."""
+    """The texts of an answer, each of them printed; its reasoning goes to stderr."""
+    is_reasoning = False
     for delta in deltas:
+        reasoning = delta.choice.reasoning if delta.choice else ""
+        if reasoning:
+            print(reasoning, end="", flush=True, file=sys.stderr)
+            is_reasoning = True
+        if is_reasoning and delta.text:
+            print("\n", flush=True, file=sys.stderr)
+            is_reasoning = False
         print(delta.text, end="", flush=True)
         yield delta.text
     print()

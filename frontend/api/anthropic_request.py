@@ -1,0 +1,104 @@
+"""Anthropic bodies as requests of the frontend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from frontend.api.anthropic_schema import CountTokensBody, MessagesBody, Tool
+from frontend.api.anthropic_turns import to_messages
+from frontend.api.openai_request import to_decoding, to_seed, to_text
+from frontend.api.openai_schema import FunctionBody, ToolBody
+from frontend.api.openai_tools import ToolChoice, to_tools
+from frontend.request import Chat, Options, Sampling, TextRequest
+from tidemill.runtime.errors import InvalidRequest, Unsupported
+
+
+def to_request(body: MessagesBody, variables: frozenset[str]) -> TextRequest:
+    """The request behind POST /v1/messages; `variables` are those that the chat template reads."""
+    options = Options(
+        model=body.model or "",
+        sampling=Sampling(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            seed=to_seed(body.seed),
+            max_tokens=body.max_tokens,
+        ),
+        decoding=to_decoding(body.decoding),
+        stop=tuple(body.stop_sequences or ()),
+        user=(body.metadata and body.metadata.user_id) or "",
+    )
+    chat = to_conversation(body, variables)
+    return TextRequest(prompts=(chat,), options=options, prompt_param="messages")
+
+
+def to_conversation(body: CountTokensBody, variables: frozenset[str]) -> Chat:
+    """System prompt, tools and turns for the template; a last turn of the assistant is continued.
+
+    Raises Unsupported naming blocks and tools that are not served.
+    """
+    messages = to_messages(body.messages)
+    continues = messages[-1]["role"] == "assistant"
+    system = body.system or ""
+    if isinstance(system, list):
+        system = to_text(system, "system")
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    choice = body.tool_choice
+    return Chat(
+        messages=messages,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        template_kwargs=_thinking(body, variables),
+        tools=tuple(to_tools(_tools(body.tools or ()), _choice(body))),
+        parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+    )
+
+
+def tells_thinking(body: CountTokensBody) -> bool:
+    """Whether the client expects blocks of thinking."""
+    return body.thinking is not None and body.thinking.type != "disabled"
+
+
+def _thinking(body: CountTokensBody, variables: frozenset[str]) -> dict[str, Any]:
+    """What the template is told about thinking, if anything is asked and it can be told."""
+    if body.thinking is None:
+        return {}
+    if body.thinking.type == "enabled":
+        raise Unsupported(
+            "thinking: a budget of tokens is not kept here; use type adaptive, and max_tokens to "
+            "bound the whole answer",
+            param="thinking",
+        )
+    named = {"enable_thinking": tells_thinking(body)}
+    return named if "enable_thinking" in variables else {}
+
+
+def _tools(tools: Sequence[Tool]) -> list[ToolBody]:
+    """The tools under OpenAI's names, which templates read."""
+    found = []
+    for number, tool in enumerate(tools):
+        place = f"tools[{number}]"
+        if tool.type not in (None, "custom"):
+            raise Unsupported(f"{place}: tools of type {tool.type!r} are not served", param=place)
+        if tool.input_schema is None:
+            raise InvalidRequest(f"{place}.input_schema is missing", param=f"{place}.input_schema")
+        function = FunctionBody(
+            name=tool.name,
+            description=tool.description,
+            parameters=tool.input_schema,
+            strict=tool.strict,
+        )
+        found.append(ToolBody(type="function", function=function))
+    return found
+
+
+def _choice(body: CountTokensBody) -> ToolChoice:
+    """`tool_choice` in OpenAI's words."""
+    choice = body.tool_choice
+    if choice is None or choice.type in ("auto", "none"):
+        return None if choice is None else choice.type
+    if choice.type == "any":
+        return "required"
+    return {"type": "function", "function": {"name": choice.name}}

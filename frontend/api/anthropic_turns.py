@@ -1,0 +1,114 @@
+"""Anthropic's turns as the messages that chat templates expect. It does not know requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from frontend.api.anthropic_schema import Turn
+from frontend.api.openai_request import to_text
+from tidemill.runtime.errors import InvalidRequest, Unsupported
+
+Messages = list[dict[str, Any]]
+
+
+def to_messages(turns: Sequence[Turn]) -> Messages:
+    """Turns of the same role that follow each other are one message; results of tools are messages
+    of the role `tool`. Raises InvalidRequest or Unsupported naming the turn."""
+    messages: Messages = []
+    names: dict[str, str] = {}
+    for number, turn in enumerate(turns):
+        for message in _Reader(turn, f"messages[{number}].content", names).messages():
+            if messages and _are_one(messages[-1], message):
+                text = f"{messages[-1]['content']}\n{message['content']}"
+                messages[-1] |= {**message, "content": text}
+            else:
+                messages.append(message)
+    if messages[-1].get("tool_calls"):
+        last = f"messages[{len(turns) - 1}]"
+        raise InvalidRequest(
+            f"{last} calls tools; a turn with their results must follow it", param=last
+        )
+    return messages
+
+
+class _Reader:
+    """One turn; `names` are those of the tools called up to now, by the id of the call."""
+
+    def __init__(self, turn: Turn, place: str, names: dict[str, str]) -> None:
+        self._turn = turn
+        self._place = place
+        self._names = names
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+        self._results: Messages = []
+
+    def messages(self) -> Messages:
+        """Results of tools first: they answer the turn before."""
+        role, content = self._turn.role, self._turn.content
+        if isinstance(content, str):
+            return [{"role": role, "content": content}]
+        if not content:
+            raise InvalidRequest(f"{self._place} is empty", param=self._place)
+        for block in content:
+            self._read(block)
+        message: dict[str, Any] = {"role": role, "content": "\n".join(self._texts)}
+        if self._thoughts:
+            message["reasoning_content"] = "\n".join(self._thoughts)
+        if self._calls:
+            message["tool_calls"] = self._calls
+        is_empty = not (self._texts or self._thoughts or self._calls)
+        return self._results if is_empty else [*self._results, message]
+
+    def _read(self, block: dict[str, Any]) -> None:
+        kind, role = block.get("type", "text"), self._turn.role
+        if kind == "text":
+            self._texts.append(self._string(block, "text", kind))
+        elif kind == "thinking" and role == "assistant":
+            self._thoughts.append(self._string(block, "thinking", kind))
+        elif kind == "tool_use" and role == "assistant":
+            name, call_id = self._string(block, "name", kind), self._string(block, "id", kind)
+            function = {"name": name, "arguments": block.get("input") or {}}
+            self._names[call_id] = name
+            self._calls.append({"id": call_id, "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            self._results.append(self._result(block))
+        else:
+            raise Unsupported(
+                f"{self._place}: blocks of type {kind!r} are not served in turns of the role "
+                f"{role!r}",
+                param=self._place,
+            )
+
+    def _result(self, block: dict[str, Any]) -> dict[str, Any]:
+        call_id, content = self._string(block, "tool_use_id", "tool_result"), block.get("content")
+        if call_id not in self._names:
+            raise InvalidRequest(
+                f"{self._place}: tool_use_id {call_id[:80]!r} is not the id of a call in an "
+                "earlier turn",
+                param=self._place,
+            )
+        if isinstance(content, list):
+            content = to_text(content, self._place)
+        if not isinstance(content, str | None):
+            raise InvalidRequest(
+                f"{self._place}: the content of a tool_result must be a string or blocks of text",
+                param=self._place,
+            )
+        name = self._names[call_id]
+        return {"role": "tool", "tool_call_id": call_id, "name": name, "content": content or ""}
+
+    def _string(self, block: dict[str, Any], field: str, kind: str) -> str:
+        value = block.get(field)
+        if not isinstance(value, str):
+            raise InvalidRequest(
+                f"{self._place}: a block of type {kind} needs a string in `{field}`",
+                param=self._place,
+            )
+        return value
+
+
+def _are_one(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    is_plain = not {"tool_calls", "reasoning_content"} & {*before, *after}
+    return is_plain and before["role"] == after["role"] and after["role"] in ("user", "assistant")

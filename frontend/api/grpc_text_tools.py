@@ -1,0 +1,59 @@
+"""Tools and tool calls between TextService's messages and the frontend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+
+from frontend.api import openai_tools
+from frontend.api.openai_schema import ToolBody
+from frontend.parsers.base import ToolCall
+from frontend.reading import CallDelta
+from tidemill.runtime.errors import InvalidRequest
+from tidemill.v1 import text_pb2
+
+
+def to_tools(chat: text_pb2.ChatOptions) -> tuple[dict[str, Any], ...]:
+    """The tools that the model is told of, as openai_tools.to_tools, which words the refusals."""
+    choice: str | dict[str, Any] | None = chat.tool_choice.mode or None
+    if chat.tool_choice.function_name:
+        choice = {"type": "function", "function": {"name": chat.tool_choice.function_name}}
+    tools = [_to_tool(tool, f"tools[{i}]") for i, tool in enumerate(chat.tools)]
+    return tuple(openai_tools.to_tools(tools, choice))
+
+
+def call_messages(calls: Sequence[ToolCall | CallDelta]) -> list[text_pb2.ToolCall]:
+    """Whole calls, or news of them."""
+    return [
+        text_pb2.ToolCall(
+            index=call.call if isinstance(call, CallDelta) else i,
+            id=call.id,
+            name=call.name,
+            arguments_json=call.arguments,
+        )
+        for i, call in enumerate(calls)
+    ]
+
+
+def _to_tool(tool: text_pb2.Tool, place: str) -> ToolBody:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.HasField("strict"):
+        function["strict"] = tool.strict
+    try:
+        if tool.parameters_json_schema:
+            function["parameters"] = orjson.loads(tool.parameters_json_schema)
+        return ToolBody.model_validate({"type": "function", "function": function})
+    except orjson.JSONDecodeError as failure:
+        raise InvalidRequest(
+            f"{place}.parameters_json_schema is not valid JSON: {failure}", param=place
+        ) from failure
+    except ValidationError as failure:
+        first = failure.errors(include_url=False, include_context=False)[0]
+        raise InvalidRequest(
+            f"{place}.{first['loc'][-1]}: {first['msg']}", param=place
+        ) from failure

@@ -1,0 +1,88 @@
+"""Bodies of POST /v1/responses as requests of the frontend."""
+
+from __future__ import annotations
+
+from frontend.api.openai_request import to_decoding, to_seed
+from frontend.api.openai_schema import FunctionBody, ToolBody
+from frontend.api.openai_tools import ToolChoice, to_tools
+from frontend.api.responses_schema import LOGPROBS, ResponsesBody
+from frontend.api.responses_turns import Turns
+from frontend.messages import EngineFacts
+from frontend.request import Chat, Options, Sampling, TextRequest
+from tidemill.runtime.errors import InvalidRequest, Unsupported
+
+
+def check_combination(body: ResponsesBody, facts: EngineFacts) -> None:
+    """Raises ServiceError naming a parameter that does not go with another one."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+    if body.background and body.store is False:
+        raise InvalidRequest(
+            "background needs store: nobody could ask for the response; leave store out",
+            param="background",
+        )
+    if body.background and body.stream:
+        raise Unsupported(
+            "background cannot be streamed here: ask for the response with GET "
+            "/v1/responses/ID, or leave background out",
+            param="background",
+        )
+    if body.top_logprobs is None:
+        return
+    if LOGPROBS not in (body.include or ()):
+        raise InvalidRequest(f'top_logprobs needs include ["{LOGPROBS}"]', param="top_logprobs")
+    if not 0 <= body.top_logprobs <= facts.max_logprobs:
+        raise InvalidRequest(
+            f"top_logprobs is {body.top_logprobs}; it must lie in 0..{facts.max_logprobs}",
+            param="top_logprobs",
+        )
+
+
+def to_request(body: ResponsesBody, turns: Turns) -> TextRequest:
+    """The request behind POST /v1/responses; `turns` are those of all responses up to this one."""
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    options = Options(
+        model=body.model or "",
+        sampling=Sampling(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            seed=to_seed(body.seed),
+            max_tokens=body.max_output_tokens,
+        ),
+        decoding=to_decoding(body.decoding),
+        logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None,
+        user=body.safety_identifier or body.user or "",
+    )
+    chat = Chat(
+        messages=[*system, *turns],
+        tools=tuple(to_tools(_tools(body), _choice(body))),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+    )
+    return TextRequest(prompts=(chat,), options=options, prompt_param="input")
+
+
+def _tools(body: ResponsesBody) -> list[ToolBody]:
+    """The tools as chats have them."""
+    found = []
+    for number, tool in enumerate(body.tools or ()):
+        place = f"tools[{number}]"
+        if tool.type != "function":
+            raise Unsupported(f"{place}: tools of type {tool.type!r} are not served", param=place)
+        if tool.name is None:
+            raise InvalidRequest(f"{place}.name is missing", param=f"{place}.name")
+        function = FunctionBody(
+            name=tool.name,
+            description=tool.description,
+            parameters=tool.parameters,
+            strict=tool.strict,
+        )
+        found.append(ToolBody(type="function", function=function))
+    return found
+
+
+def _choice(body: ResponsesBody) -> ToolChoice:
+    """`tool_choice` as chats have it."""
+    choice = body.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice

@@ -1,0 +1,132 @@
+"""The body of POST /v1/responses. Shapes only, as in openai_schema.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt
+
+from frontend.api.openai_schema import TOOL_NAME, Body, DecodingBody, Int32
+
+LOGPROBS = "message.output_text.logprobs"
+_TEXT = {"type": "text"}
+_MEDIUM = {"verbosity": "medium"}
+
+
+class InputItem(Body):
+    """One item of `input`: a message, a call of a tool, its output, or reasoning."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[dict[str, Any]] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[dict[str, Any]] | None = None
+
+
+class FunctionTool(Body):
+    """One tool; only functions are served."""
+
+    type: str
+    name: str | None = Field(default=None, pattern=TOOL_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: StrictBool | None = None
+
+
+class ResponseStreamOptions(Body):
+    """`stream_options`; only for streams."""
+
+    model_config = ConfigDict(extra="forbid")
+    include_obfuscation: Literal[False] | None = None
+    """OpenAI's padding against observers of packet sizes; it is not served."""
+
+
+class ResponsesBody(Body):
+    """POST /v1/responses. Without max_output_tokens an answer may fill the context."""
+
+    not_served: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType(
+        {
+            "max_tool_calls": (),
+            "text": ({}, {"format": _TEXT}, _MEDIUM, {"format": _TEXT, **_MEDIUM}),
+            "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
+            "truncation": ("disabled",),
+            "conversation": (),
+            "prompt": (),
+            "context_management": ([],),
+            "moderation": (),
+            "image": (),
+            "access_programs": (),
+            "prompt_cache_retention": ("in_memory",),
+            "prompt_cache_options": ({},),
+            "service_tier": ("auto", "default"),
+        }
+    )
+    other_names: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "max_tokens": "max_output_tokens",
+            "max_completion_tokens": "max_output_tokens",
+            "messages": "input",
+            "logprobs": f'top_logprobs, with include ["{LOGPROBS}"]',
+        }
+    )
+
+    model: str | None = None
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=10_000)]
+    instructions: str | None = None
+    """A system message in front; those of an earlier response are not taken over."""
+    max_output_tokens: Annotated[Int32, Field(ge=1)] | None = None
+    temperature: StrictFloat | None = None
+    top_p: StrictFloat | None = None
+    include: (
+        list[
+            Literal[
+                "message.output_text.logprobs",
+                "reasoning.encrypted_content",
+                "file_search_call.results",
+                "web_search_call.results",
+                "web_search_call.action.sources",
+                "message.input_image.image_url",
+                "computer_call_output.output.image_url",
+                "code_interpreter_call.outputs",
+            ]
+        ]
+        | None
+    ) = None
+    """All but the first one ask for parts of items that are never made here, or for reasoning in a
+    form that is not needed: it is told as it is."""
+    top_logprobs: StrictInt | None = None
+    stream: StrictBool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    store: StrictBool | None = None
+    """Keep the response, in the memory of this frontend; yes if it is not given."""
+    previous_response_id: str | None = None
+    background: StrictBool | None = None
+    """Answer at once; the response is asked for later. Needs store, excludes stream."""
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=16),
+        ]
+        | None
+    ) = None
+    user: str | None = None
+    """Whom the client serves; written to the request's log line, and without any other effect."""
+    safety_identifier: str | None = None
+    """Another name of user, which goes before it."""
+    prompt_cache_key: str | None = None
+    """Without effect: equal beginnings of prompts share their pages without being named."""
+    tools: list[FunctionTool] | None = None
+    """Need a chat template with a place for tools."""
+    tool_choice: str | dict[str, Any] | None = None
+    """auto or none, for which the model is told of no tools."""
+    parallel_tool_calls: StrictBool | None = None
+    """false: only the first call of an answer is told."""
+    seed: StrictInt | None = None
+    """Not OpenAI's: the same seed draws the same tokens."""
+    decoding: DecodingBody | None = None
+    """Not OpenAI's: decoding method and its knobs; unknown knobs are refused by the engine."""

@@ -1,0 +1,49 @@
+"""Reasoning between two tags: <think> and </think> of DeepSeek, Qwen and most others, [THINK] and
+[/THINK] of Mistral."""
+
+from __future__ import annotations
+
+from frontend.parsers.grammar import GrammarParser, Markers, Steps
+
+
+class ThinkTagsParser(GrammarParser):
+    """Whether the output begins inside of the reasoning depends on the prompt, because templates
+    write the opening tag themselves (`begins_inside`). A model may write it again.
+
+    Without the closing tag all of it is reasoning. What follows the closing tag is content, tags
+    included: an answer may speak of them.
+    """
+
+    start, end = "<think>", "</think>"
+
+    def __init__(self, *, is_inside: bool = False) -> None:
+        self._is_inside = is_inside
+        super().__init__()
+
+    @classmethod
+    def begins_inside(cls, prompt: str) -> bool | None:
+        """Whether a rendered prompt leaves the reasoning open; None when it does not say."""
+        tail = prompt.rstrip()
+        if tail.endswith(cls.start):
+            return True
+        return False if tail.endswith(cls.end) else None
+
+    def _read(self) -> Steps[None]:
+        self._hold()
+        yield from self._next()
+        if (yield from self._accept(self.start)) or self._is_inside:
+            self._held = None
+            self._out.edge()
+            if not (yield from self._until(Markers(self.end), self._think)):
+                return
+            self._out.edge()
+        else:
+            self._release()
+        yield from self._rest(self._say)
+
+
+class BracketThinkParser(ThinkTagsParser):
+    """Magistral and Ministral."""
+
+    start, end = "[THINK]", "[/THINK]"
+    needs_special_tokens = True

@@ -1,0 +1,96 @@
+"""Qwen3-Coder and Qwen3.5: calls in XML, values as plain text.
+
+<tool_call>
+<function=NAME>
+<parameter=KEY>
+value
+</parameter>
+</function>
+</tool_call>
+
+The client gets JSON. What a value is, its schema says: strings are streamed, everything else is
+read as a whole and stays a string where it is not of its type.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from frontend.parsers.grammar import GrammarParser, Markers, Steps
+from frontend.parsers.values import quoted, to_json, types_of
+
+_OPEN, _CLOSE, _FUNCTION = "<tool_call>", "</tool_call>", "<function="
+_END, _PARAMETER, _PARAMETER_END = "</function>", "<parameter=", "</parameter>"
+_MARKERS = Markers(_OPEN, _CLOSE, _FUNCTION)
+_VALUE_ENDS = Markers(
+    "\n" + _PARAMETER_END, _PARAMETER_END, "\n" + _PARAMETER, "\n" + _END, "\n" + _CLOSE
+)
+"""The last three, on a line of their own, where a model forgot the first."""
+_NAME = re.compile(r"[^\s<>]*")
+_KEY = re.compile(r"[^\n<>]*")
+
+
+class Qwen3CoderParser(GrammarParser):
+    """The outer tag may be missing. The arguments of a call that is cut off are not closed: half a
+    call must not look like a whole one."""
+
+    def _read(self) -> Steps[None]:
+        is_open = False
+        while marker := (yield from self._content_until(_MARKERS)):
+            if marker == _CLOSE:
+                if not is_open:
+                    self._say(_CLOSE)
+                is_open = False
+                continue
+            self._hold(marker)
+            if marker == _OPEN:
+                yield from self._next()
+                marker = yield from self._accept(_FUNCTION)
+            name = (yield from self._word(_NAME)) if marker else ""
+            if name and (yield from self._skip(">")):
+                self._begin(name)
+                is_open = yield from self._parameters(name)
+            else:
+                self._release()
+
+    def _parameters(self, name: str) -> Steps[bool]:
+        """All parameters; whether the outer tag may still have to be closed."""
+        tool = self._tools.get(name)
+        schemas = tool.parameters.get("properties") if tool else None
+        lead = "{"
+        marker = yield from self._tag()
+        while marker == _PARAMETER:
+            self._hold(marker)
+            key = (yield from self._word(_KEY)).strip()
+            if not (yield from self._skip(">")):
+                self._release()
+                break
+            self._held = None
+            yield from self._accept("\n")
+            self._out.arguments(f"{lead}{quoted(key)}: ")
+            lead = ", "
+            schema = schemas.get(key) if isinstance(schemas, Mapping) else None
+            marker = (yield from self._parameter(types_of(schema))).strip()
+            if marker == _PARAMETER_END:
+                marker = yield from self._tag()
+        if marker in (_END, _CLOSE) or (yield from self._peek()):
+            self._out.arguments("{}" if lead == "{" else "}")
+        return marker != _CLOSE
+
+    def _tag(self) -> Steps[str]:
+        yield from self._next()
+        return (yield from self._accept(_PARAMETER, _END, _CLOSE))
+
+    def _parameter(self, types: frozenset[str]) -> Steps[str]:
+        """Passes on one value; the marker behind it, '' where the text ends within."""
+        put = self._out.arguments
+        if not types or types == {"string"}:
+            put('"')
+            marker = yield from self._until(_VALUE_ENDS, lambda text: put(quoted(text)[1:-1]))
+            put('"' if marker else "")
+            return marker
+        parts: list[str] = []
+        marker = yield from self._until(_VALUE_ENDS, parts.append)
+        put(to_json("".join(parts), types) if marker else "".join(parts))
+        return marker

@@ -1,0 +1,111 @@
+"""Reads what one choice of a chat says: content, reasoning, tool calls.
+
+It knows output parsers and conversations; it does not know tokens, the engine or the faces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from frontend.parsers.base import Arguments, CallBegun, Content, OutputParser, ToolSpec
+from frontend.parsers.registry import TOOL_PARSERS, OutputFormat
+from frontend.request import Chat, TextRequest
+from tidemill.runtime.errors import Unsupported
+
+
+class CallDelta(NamedTuple):
+    """News of the tool call number `call`; `id` and `name` come once, at its beginning."""
+
+    call: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class Said(NamedTuple):
+    """What a piece of text says."""
+
+    content: str
+    reasoning: str
+    calls: list[CallDelta]
+
+
+class Reading:
+    """The state of one choice. `has_calls`: a tool was called."""
+
+    def __init__(self, parser: OutputParser, *, most_calls: int | None = None) -> None:
+        """Calls beyond `most_calls` are dropped."""
+        self._parser = parser
+        self._most_calls = most_calls
+        self.has_calls = False
+
+    def read(self, text: str, *, is_last: bool) -> Said:
+        """What became certain with this text; text that may begin a marker is held back."""
+        events = self._parser.feed(text)
+        if is_last:
+            events += self._parser.finish()
+        said = Said(content="", reasoning="", calls=[])
+        for event in events:
+            if isinstance(event, CallBegun | Arguments):
+                if self._most_calls is None or event.call < self._most_calls:
+                    _add_call(said.calls, event)
+                    self.has_calls = True
+            elif isinstance(event, Content):
+                said = said._replace(content=said.content + event.text)
+            else:
+                said = said._replace(reasoning=said.reasoning + event.text)
+        return said
+
+
+def reading_of(chat: Chat, form: OutputFormat, prompt: str) -> Reading | None:
+    """How an answer to `chat` is read; None: it is content as it stands. `prompt` is the end of the
+    rendered conversation."""
+    parser = form.parser(_specs(chat), prompt)
+    if parser is None:
+        return None
+    return Reading(parser, most_calls=None if chat.parallel_tool_calls else 1)
+
+
+def with_markers(request: TextRequest, form: OutputFormat) -> TextRequest:
+    """The request with special tokens in its text, where the format's markers are such."""
+    chats = [prompt for prompt in request.prompts if isinstance(prompt, Chat)]
+    if not any(form.needs_special_tokens(has_tools=bool(chat.tools)) for chat in chats):
+        return request
+    return replace(request, options=replace(request.options, skip_special_tokens=False))
+
+
+def check_tools(request: TextRequest, form: OutputFormat, variables: frozenset[str]) -> None:
+    """Raises Unsupported for tools where the model could not be told of them, or not be understood.
+
+    `variables` are those that the chat template reads.
+    """
+    if not any(isinstance(prompt, Chat) and prompt.tools for prompt in request.prompts):
+        return
+    if "tools" not in variables:
+        raise Unsupported(
+            "the chat template of this model has no place for tools; leave tools out, or start "
+            "the server with a template that has one (--chat-template)",
+            param="tools",
+        )
+    if form.tools is None:
+        raise Unsupported(
+            "how this model writes tool calls is not known; leave tools out, or start the server "
+            f"with --tool-call-parser and one of {', '.join(sorted(TOOL_PARSERS))}",
+            param="tools",
+        )
+
+
+def _add_call(calls: list[CallDelta], event: CallBegun | Arguments) -> None:
+    """One entry per call, however many events tell of it."""
+    if isinstance(event, CallBegun):
+        calls.append(CallDelta(event.call, event.id, event.name))
+    elif calls and calls[-1].call == event.call:
+        calls[-1] = calls[-1]._replace(arguments=calls[-1].arguments + event.text)
+    else:
+        calls.append(CallDelta(event.call, arguments=event.text))
+
+
+def _specs(chat: Chat) -> list[ToolSpec]:
+    functions = [tool["function"] for tool in chat.tools]
+    return [ToolSpec(one["name"], one.get("parameters") or {}) for one in functions]

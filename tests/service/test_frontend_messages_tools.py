@@ -1,0 +1,156 @@
+"""Thinking and tool calls of the Anthropic face, with its SDK; the engine is a fake that echoes.
+
+What the model says is what it is asked, up to the end token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message
+
+from tests.service.frontends import stack
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{% if message.reasoning_content %}({{ message.reasoning_content }}){% endif %}"
+    "{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}[{{ call.id }} {{ call.function.name }} "
+    "{{ call.function.arguments.a }}]{% endfor %}"
+    "{% if message.role == 'tool' %}[{{ message.name }} {{ message.tool_call_id }}]{% endif %}"
+    "{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }}:{{ tool.function.parameters.type }} "
+    "{% endfor %}"
+    "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CALLS = [{"a": [1, "}"]}, {"a": "é\n"}]
+SAID = (
+    "<think>hm é</think>It is."
+    '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
+    '<tool_call>\n{"name": "g", "arguments": {"a": "é\\n"}}\n</tool_call><|eos|>'
+)
+TOOLS = [{"name": name, "input_schema": {"type": "object"}} for name in "fg"]
+ADAPTIVE = {"type": "adaptive"}
+
+
+@asynccontextmanager
+async def sdk(folder: Path, per_step: int = 1) -> AsyncIterator[tuple[Any, Any]]:
+    template = folder / "template.jinja"
+    template.write_text(TEMPLATE)
+    flags = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    engine = {"tokens_per_step": per_step}
+    async with (
+        stack(folder, engine=engine, chat_template=str(template), **flags) as served,
+        anthropic.AsyncAnthropic(base_url=served.url, api_key="any", max_retries=0) as client,
+    ):
+        yield served, client
+
+
+async def ask(client: Any, streams: bool, said: str, **fields: Any) -> Message:
+    wanted = {"model": "fake", "max_tokens": 200, "messages": [{"role": "user", "content": said}]}
+    if not streams:
+        return Message.model_validate(await client.messages.create(**wanted, **fields))
+    async with client.messages.stream(**wanted, **fields) as stream:
+        return Message.model_validate(await stream.get_final_message())
+
+
+def shown(message: Message) -> list[tuple[Any, ...]]:
+    """The blocks, without the ids of calls."""
+    found: list[tuple[Any, ...]] = []
+    for block in message.content:
+        if block.type == "text":
+            found.append(("text", block.text))
+        elif block.type == "thinking":
+            found.append(("thinking", block.thinking))
+        elif block.type == "tool_use":
+            found.append(("tool_use", block.name, block.input))
+    return found
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("per_step", [1, 4, 200])
+async def test_thinking_and_calls_are_blocks(tmp_path: Path, streams: bool, per_step: int) -> None:
+    calls = [("tool_use", name, value) for name, value in zip("fg", CALLS, strict=True)]
+    async with sdk(tmp_path, per_step) as (_, client):
+        every = await ask(client, streams, SAID, tools=TOOLS, thinking=ADAPTIVE)
+        untold = await ask(client, streams, SAID, tools=TOOLS)
+        choice = {"type": "auto", "disable_parallel_tool_use": True}
+        first = await ask(client, streams, SAID, tools=TOOLS, tool_choice=choice)
+        none = await ask(client, streams, SAID, tools=TOOLS, tool_choice={"type": "none"})
+        ids = [block.id for block in every.content if block.type == "tool_use"]
+    assert shown(every) == [("thinking", "hm é"), ("text", "It is."), *calls]
+    assert every.stop_reason == "tool_use"
+    assert len(set(ids)) == 2
+    assert shown(untold) == [("text", "It is."), *calls]
+    assert shown(first) == [("text", "It is."), calls[0]]
+    assert none.stop_reason == "end_turn"
+    assert [kind for kind, *_ in shown(none)] == ["text"]
+    assert '{"name": "g"' in shown(none)[0][1]
+
+
+async def test_a_call_that_is_cut_off_is_told_as_it_stands(tmp_path: Path) -> None:
+    async with sdk(tmp_path) as (served, client):
+        said = SAID[: SAID.index('"}"')]
+        num_tokens = len(served.tokenizer.encode(f"<|user|>{said}").ids)
+        message = await client.messages.create(
+            model="fake",
+            max_tokens=num_tokens,
+            messages=[{"role": "user", "content": SAID}],
+            tools=TOOLS,
+        )
+    assert message.stop_reason == "max_tokens"
+    (_, _, arguments) = shown(message)[-1]
+    assert arguments == {"INVALID_JSON": '{"a": [1, '}
+
+
+async def test_the_template_hears_of_everything(tmp_path: Path) -> None:
+    messages = [
+        {"role": "user", "content": "q"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "text", "text": "t"},
+                {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 5}},
+                {"type": "tool_use", "id": "2", "name": "g", "input": {"a": 6}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "2", "content": "x"},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "1",
+                    "content": [{"type": "text", "text": "y"}],
+                    "is_error": True,
+                },
+                {"type": "text", "text": "and?"},
+            ],
+        },
+    ]
+    text = (
+        "<|user|>q<|assistant|>(hm)t[1 f 5][2 g 6]<|tool|>x[g 2]<|tool|>y[f 1]<|user|>and?"
+        "f:object g:object False<|assistant|>"
+    )
+    body = {
+        "model": "fake",
+        "messages": messages,
+        "tools": TOOLS,
+        "thinking": {"type": "disabled"},
+    }
+    async with sdk(tmp_path) as (served, client):
+        await client.messages.create(**body, max_tokens=1)
+        counted = await client.messages.count_tokens(**body)
+        prompt = served.engine.submits[-1].prompt_token_ids
+        expected = served.tokenizer.encode(text).ids
+        unread = served.frontend.desk.model.template
+    assert list(memoryview(prompt).cast("I")) == expected
+    assert counted.input_tokens == len(expected)
+    assert "enable_thinking" in unread.variables
