@@ -14,8 +14,7 @@ import openai
 import pytest
 
 from tests.e2e.real_stack import Faces, Stack, connected, engine, free_port, frontend, until_idle
-
-pytestmark = pytest.mark.timeout(120)
+from tests.waiting import PATIENCE_S
 
 MODELS = ("demo", "demo-block")
 ASK = "json: tom 31 rome"
@@ -115,7 +114,7 @@ async def test_responses(sdks: Sdks) -> None:
     kept = await sdks.openai.responses.retrieve(last.id)
     assert (kept.id, kept.output_text, kept.usage) == (last.id, expected, last.usage)
     queued = await sdks.openai.responses.create(**asked, background=True)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while (late := await sdks.openai.responses.retrieve(queued.id)).status != "completed":
             assert late.status in ("queued", "in_progress")
             await asyncio.sleep(0.02)
@@ -179,7 +178,7 @@ async def test_texts_that_are_fetched_later(sdks: Sdks) -> None:
     completed = {"prompt": prompts, "max_tokens": 8, "temperature": 0}
     expected = (await http.post("/v1/completions", json=completed)).json()["choices"]
     for name, choice in zip(names, expected, strict=True):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while (result := (await http.get(f"/v1/result/{name}")).json())["text"] is None:
                 assert result["status"] == "running", result
                 await asyncio.sleep(0.02)

@@ -10,12 +10,13 @@ import httpx
 import pytest
 
 from tests.service.frontends import frontend_for, stack, until
+from tests.waiting import PATIENCE_S, http_client
 from tidemill.runtime.errors import Overloaded
 
 
 async def finished(client: httpx.AsyncClient, name: str) -> dict[str, Any]:
     """A result, as soon as there is one."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             answer = await client.get(f"/v1/result/{name}")
             assert answer.status_code == 200, answer.text
@@ -35,7 +36,7 @@ async def submitted(client: httpx.AsyncClient, path: str, **body: Any) -> list[s
 async def test_one_text(tmp_path: Path) -> None:
     async with (
         stack(tmp_path, engine={"hold": True}) as served,
-        httpx.AsyncClient(base_url=served.url) as client,
+        served.http() as client,
     ):
         (name,) = await submitted(client, "/v1/generate", prompt="tide")
         await until(lambda: served.engine.live == 1)
@@ -53,7 +54,7 @@ async def test_one_text(tmp_path: Path) -> None:
 
 
 async def test_a_batch_and_its_parameters(tmp_path: Path) -> None:
-    async with stack(tmp_path) as served, httpx.AsyncClient(base_url=served.url) as client:
+    async with stack(tmp_path) as served, served.http() as client:
         names = await submitted(
             client,
             "/v1/generate_batch",
@@ -77,7 +78,7 @@ async def test_a_batch_and_its_parameters(tmp_path: Path) -> None:
 
 
 async def test_failures_are_results(tmp_path: Path) -> None:
-    async with stack(tmp_path) as served, httpx.AsyncClient(base_url=served.url) as client:
+    async with stack(tmp_path) as served, served.http() as client:
         (name,) = await submitted(client, "/v1/generate", prompt="a" * 600)
         long = await finished(client, name)
         served.engine.refuse = Overloaded("1024 requests are waiting")
@@ -91,7 +92,7 @@ async def test_failures_are_results(tmp_path: Path) -> None:
 async def test_a_text_can_be_given_up(tmp_path: Path) -> None:
     async with (
         stack(tmp_path, engine={"hold": True}) as served,
-        httpx.AsyncClient(base_url=served.url) as client,
+        served.http() as client,
     ):
         (name,) = await submitted(client, "/v1/generate", prompt="a")
         await until(lambda: served.engine.live == 1)
@@ -105,12 +106,12 @@ async def test_a_text_can_be_given_up(tmp_path: Path) -> None:
 
 
 async def test_a_result_stands_where_it_was_asked_for(tmp_path: Path) -> None:
-    async with stack(tmp_path) as served, httpx.AsyncClient(base_url=served.url) as client:
+    async with stack(tmp_path) as served, served.http() as client:
         (name,) = await submitted(client, "/v1/generate", prompt="a")
         port = int(served.frontend.desk.config.engine.rpartition(":")[2])
         async with frontend_for(port) as other:
             url = f"http://127.0.0.1:{other.http_port}"
-            async with httpx.AsyncClient(base_url=url) as elsewhere:
+            async with http_client(url) as elsewhere:
                 missing = await elsewhere.get(f"/v1/result/{name}")
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "held_by_another_frontend"
@@ -123,7 +124,7 @@ async def test_too_much_at_once_is_refused_whole(
     monkeypatch.setattr("frontend.api.jobs.MAX_RESULTS", 3)
     async with (
         stack(tmp_path, engine={"hold": True}) as served,
-        httpx.AsyncClient(base_url=served.url) as client,
+        served.http() as client,
     ):
         first = await submitted(client, "/v1/generate_batch", prompts=["a", "b"])
         await until(lambda: served.engine.live == 2)
@@ -159,7 +160,7 @@ MANY: dict[str, tuple[dict[str, Any], int, str]] = {
 
 
 async def test_wrong_requests(tmp_path: Path) -> None:
-    async with stack(tmp_path) as served, httpx.AsyncClient(base_url=served.url) as client:
+    async with stack(tmp_path) as served, served.http() as client:
         for path, table in (("/v1/generate", ONE), ("/v1/generate_batch", MANY)):
             for name, (body, status, param) in table.items():
                 answer = await client.post(path, json=body)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx
 import pytest
 from anthropic.types import Message, MessageParam
 
@@ -127,7 +126,7 @@ async def test_conversations_are_rendered_and_counted(tmp_path: Path) -> None:
 async def test_a_stream_has_the_events_of_the_real_one(tmp_path: Path, per_step: int) -> None:
     async with (
         stack(tmp_path, engine={"tokens_per_step": per_step}) as served,
-        httpx.AsyncClient(base_url=served.url) as raw,
+        served.http() as raw,
         sdk(served) as client,
     ):
         answer = await raw.post("/v1/messages", json={**BODY, "stream": True})
@@ -225,7 +224,7 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
 
 
 async def test_wrong_requests(tmp_path: Path) -> None:
-    async with stack(tmp_path) as served, httpx.AsyncClient(base_url=served.url) as client:
+    async with stack(tmp_path) as served, served.http() as client:
         for name, (fields, status, words) in WRONG.items():
             body = {key: value for key, value in {**BODY, **fields}.items() if value is not None}
             for stream in (False, True):
@@ -271,7 +270,7 @@ async def test_a_stream_that_fails_ends_in_an_error_event(tmp_path: Path) -> Non
                 pass
         await until(lambda: served.frontend.desk.state == "ready")
         async with (
-            httpx.AsyncClient(base_url=served.url) as raw,
+            served.http() as raw,
             raw.stream("POST", "/v1/messages", json=body) as answer,
         ):
             lines = answer.aiter_lines()
@@ -300,10 +299,11 @@ async def test_a_request_that_the_engine_ends_is_an_error(tmp_path: Path, stream
 
 @pytest.mark.parametrize("phase", ["before the first token", "while streaming", "not streaming"])
 async def test_a_client_that_leaves_stops_the_engine(tmp_path: Path, phase: str) -> None:
-    engine = {"hold": phase == "before the first token", "step_s": 0.01}
+    held = phase == "before the first token"
+    engine = {"hold": held, "step_s": 0.01, "max_model_len": 1 << 16}
     async with stack(tmp_path, engine=engine) as served:
-        async with httpx.AsyncClient(base_url=served.url) as client:
-            body = {**BODY, "max_tokens": 450, "stream": phase != "not streaming"}
+        async with served.http() as client:
+            body = {**BODY, "max_tokens": 60_000, "stream": phase != "not streaming"}
             if phase == "while streaming":
                 async with client.stream("POST", "/v1/messages", json=body) as answer:
                     await anext(answer.aiter_lines())

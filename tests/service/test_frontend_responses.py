@@ -10,13 +10,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from tests.service.frontends import Stack, frontend_for, stack, until
+from tests.waiting import PATIENCE_S, http_client
 from tidemill.runtime.errors import Overloaded
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -36,7 +36,7 @@ async def sdk(served: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
 
 async def settled(client: openai.AsyncOpenAI, name: str) -> Response:
     """A response in the background, as soon as it is not being made any more."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             response = await client.responses.retrieve(name)
             if response.status not in ("queued", "in_progress"):
@@ -122,7 +122,7 @@ async def test_a_stream_has_the_events_of_the_real_one(
     body = {**BODY, "input": prompt}
     async with (
         stack(tmp_path, engine={"tokens_per_step": per_step}) as served,
-        httpx.AsyncClient(base_url=served.url) as raw,
+        served.http() as raw,
         sdk(served) as client,
     ):
         answer = await raw.post("/v1/responses", json={**body, "stream": True})
@@ -222,7 +222,7 @@ async def test_the_id_names_the_frontend_that_keeps_it(tmp_path: Path) -> None:
         async with frontend_for(int(engine.rpartition(":")[2])) as other:
             await until(lambda: other.desk.state == "ready")
             url = f"http://127.0.0.1:{other.http_port}"
-            async with httpx.AsyncClient(base_url=url) as raw:
+            async with http_client(url) as raw:
                 missing = await raw.get(f"/v1/responses/{answer.id}")
                 names = [served.frontend.desk.replica, other.desk.replica]
                 assert (await raw.get("/health")).json()["replica"] == names[1]
@@ -332,7 +332,7 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
 
 
 async def test_wrong_requests(tmp_path: Path) -> None:
-    async with stack(tmp_path) as served, httpx.AsyncClient(base_url=served.url) as client:
+    async with stack(tmp_path) as served, served.http() as client:
         for name, (fields, status, param) in WRONG.items():
             body = {key: value for key, value in {**BODY, **fields}.items() if value is not None}
             for stream in (False, True):
@@ -359,7 +359,7 @@ async def test_a_stream_that_fails_ends_in_response_failed(tmp_path: Path) -> No
     engine = {"step_s": 0.01, "max_model_len": 1 << 16}
     async with (
         stack(tmp_path, engine=engine) as served,
-        httpx.AsyncClient(base_url=served.url) as raw,
+        served.http() as raw,
     ):
         body = {**BODY, "max_output_tokens": 60_000, "stream": True}
         async with raw.stream("POST", "/v1/responses", json=body) as answer:
@@ -382,10 +382,11 @@ async def test_a_stream_that_fails_ends_in_response_failed(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("phase", ["before the first token", "while streaming", "not streaming"])
 async def test_a_client_that_leaves_stops_the_engine(tmp_path: Path, phase: str) -> None:
-    engine = {"hold": phase == "before the first token", "step_s": 0.01}
+    held = phase == "before the first token"
+    engine = {"hold": held, "step_s": 0.01, "max_model_len": 1 << 16}
     async with stack(tmp_path, engine=engine) as served:
-        async with httpx.AsyncClient(base_url=served.url) as client:
-            body = {**BODY, "max_output_tokens": 450, "stream": phase != "not streaming"}
+        async with served.http() as client:
+            body = {**BODY, "max_output_tokens": 60_000, "stream": phase != "not streaming"}
             if phase == "while streaming":
                 async with client.stream("POST", "/v1/responses", json=body) as answer:
                     await anext(answer.aiter_lines())

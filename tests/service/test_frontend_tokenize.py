@@ -17,7 +17,7 @@ RENDERED = [261, 104, 105, 32, 0xC3, 0xA9, 262]
 
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with stack(tmp_path) as served, httpx.AsyncClient(base_url=served.url) as opened:
+    async with stack(tmp_path) as served, served.http() as opened:
         yield opened
 
 
