@@ -90,6 +90,8 @@ class Choice:
         self.prompt = prompt
         self.matched: str | None = None
         self.num_tokens = 0
+        self.scored: list[float] = []
+        """Log-probabilities of the tokens, where choices are ranked by them."""
         self.usage = Usage()
         self.timings = Timings()
         self.finish: Finish | None = None
@@ -101,7 +103,10 @@ class Choice:
             ]
         self._tokenizer = tokenizer
         self._options = options
-        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=options.skip_special_tokens)
+        self._detokenizer = tokenizer.detokenizer(
+            skip_special_tokens=options.skip_special_tokens,
+            spaces_between_special_tokens=options.spaces_between_special_tokens,
+        )
         self._num_chars = len(prompt.text)
         self._stops: StopChecker | None = None
         if options.stop:
@@ -150,6 +155,9 @@ class Choice:
             num_consumed = len(token_ids) if self.matched is None else len(offsets)
         shown.token_ids = token_ids[:num_consumed]
         self.num_tokens += num_consumed
+        if self._options.ranks:
+            told = delta.logprobs[:num_consumed]
+            self.scored += [entry.logprobs[0] for entry in told if entry.logprobs]
         if self._options.logprobs is not None:
             offsets += [self._num_chars] * (num_consumed - len(offsets))
             rows = zip(shown.token_ids, delta.logprobs, offsets, strict=False)

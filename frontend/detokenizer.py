@@ -6,7 +6,7 @@ It does not know stop strings or choices; there is one object per choice.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 _MAX_HELD = 16
@@ -79,3 +79,27 @@ class WindowDetokenizer:
         del self._ids[: self._num_emitted]
         self._num_emitted = len(self._ids)
         return now[len(before) :]
+
+
+class UnspacedDetokenizer:
+    """Shows a special token that follows another one as it is written, without the space that
+    decoders put in front of it.
+
+    `special` are the special tokens by id; a special token is text, so none is ever held back.
+    """
+
+    def __init__(self, decoding: Detokenizer, special: Mapping[int, str]) -> None:
+        self._decoding = decoding
+        self._special = special
+        self._was_special = False
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        return "".join([self._feed_one(i) for i in token_ids])
+
+    def flush(self) -> str:
+        return self._decoding.flush()
+
+    def _feed_one(self, token_id: int) -> str:
+        text, written = self._decoding.feed((token_id,)), self._special.get(token_id)
+        follows, self._was_special = self._was_special, written is not None
+        return written if written is not None and follows else text

@@ -17,6 +17,7 @@ from frontend.engine_convert import pack_ids
 from frontend.gap import check_gap, check_suffix_ids, check_suffix_len, fit_prompt, of_suffix
 from frontend.messages import Delta, FinishReason, Sequence, Timings, Usage
 from frontend.observation import Observation
+from frontend.ranking import likeliest
 from frontend.reading import Reading, check_tools, reading_of, with_markers
 from frontend.request import Chat, Ingress, Prompt, TextRequest
 from frontend.result import ChoiceResult
@@ -78,11 +79,12 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Tokens up to now; a prompt counts once, whatever its number of choices."""
-        n = self._request.options.n
+        """Tokens up to now; a prompt counts once, whatever its number of choices, and
+        choices that are not returned count too."""
+        width = max(1, self._request.options.width)
         return Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
-            cached_tokens=sum(choice.usage.cached_tokens for choice in self.choices[:: max(1, n)]),
+            cached_tokens=sum(choice.usage.cached_tokens for choice in self.choices[::width]),
             output_tokens=sum(choice.num_tokens for choice in self.choices),
             forward_passes=sum(choice.usage.forward_passes for choice in self.choices),
             denoise_steps=sum(choice.usage.denoise_steps for choice in self.choices),
@@ -119,12 +121,18 @@ class Generation:
                 yield news
 
     async def collect(self) -> list[ChoiceResult]:
-        """All choices, finished, in the order of their index."""
+        """The choices to be returned, finished, in the order of their index: all of them, or with
+        best_of the likeliest of each prompt, best first."""
         results = [ChoiceResult(choice.index) for choice in self.choices]
         async for news in self.deltas():
             for delta in news:
                 results[delta.index].add(delta)
-        return results
+        return likeliest(results, self.choices, self._request.options)
+
+    def choice_at(self, index: int) -> Choice:
+        """A choice that has the prompt, and its scores, of what is returned as choice `index`."""
+        options = self._request.options
+        return self.choices[index // options.n * options.width + index % options.n]
 
     async def _read_suffix(self, suffix: str) -> None:
         """Encodes what stands behind every gap; refuses what no engine would take."""
@@ -157,10 +165,14 @@ class Generation:
             token_ids, self._suffix_ids, options, model.facts, param=param, is_default=is_default
         )
         if options.echo and (not text or len(fitted) < len(token_ids)):
-            text = model.tokenizer.decode(fitted, skip_special_tokens=options.skip_special_tokens)
+            text = model.tokenizer.decode(
+                fitted,
+                skip_special_tokens=options.skip_special_tokens,
+                spaces_between_special_tokens=options.spaces_between_special_tokens,
+            )
         view = PromptView(fitted, text, max_tokens, gap)
         self.prompts.append(view)
-        for _ in range(options.n):
+        for _ in range(options.width):
             index = len(self.choices)
             reading = self._reading(prompt, fitted)
             self.choices.append(Choice(index, view, model.tokenizer, options, reading))
@@ -199,13 +211,13 @@ class Generation:
             scores = max(options.logprobs, scores or 0)
         return Sequence(
             index=choice.index,
-            choice=choice.index % options.n,
+            choice=choice.index % options.width,
             prompt=pack_ids(prompt.token_ids),
             sampling=replace(options.sampling, max_tokens=max_tokens),
             decoding=options.decoding,
             stop_token_ids=options.stop_token_ids,
             ignore_eos=options.ignore_eos,
-            logprobs=options.logprobs,
+            logprobs=0 if options.ranks and options.logprobs is None else options.logprobs,
             prompt_logprobs=scores,
             cache_salt=options.cache_salt,
             priority=options.priority,

@@ -46,6 +46,8 @@ class Options:
 
     model: str = ""
     n: int = 1
+    best_of: int | None = None
+    """Sequences to generate, of which the `n` likeliest are returned; None: n."""
     sampling: Sampling = field(default_factory=Sampling)
     decoding: Decoding = field(default_factory=Decoding)
     stop: tuple[str, ...] = ()
@@ -53,17 +55,29 @@ class Options:
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     add_special_tokens: bool | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
     truncate_prompt_tokens: int | None = None
+    truncation_side: str = "left"
     cache_salt: str = ""
     priority: int = 0
     fairness_key: str = ""
     emit_canvas: bool = False
     user: str = ""
     """Whom the client serves; for the log line only."""
+
+    @property
+    def width(self) -> int:
+        """Sequences to generate for each prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def ranks(self) -> bool:
+        """More are generated than returned."""
+        return self.width > self.n
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +110,7 @@ Prompt = str | tuple[int, ...] | Chat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
-    """One request of a client: several prompts make several groups of `options.n` choices."""
+    """One request of a client: several prompts make several groups of `options.width` choices."""
 
     prompts: tuple[Prompt, ...]
     options: Options

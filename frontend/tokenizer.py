@@ -15,7 +15,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tokenizers import Tokenizer
 
-from frontend.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from frontend.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    UnspacedDetokenizer,
+    WindowDetokenizer,
+)
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 
 Result = TypeVar("Result")
@@ -37,7 +42,9 @@ thread wait 5 ms for the interpreter lock, several times (256 streams opened at 
 class Vocabulary(Protocol):
     """What reading tokens takes: as a running text, and one by one."""
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer: ...
+    def detokenizer(
+        self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
+    ) -> Detokenizer: ...
 
     def piece(self, token_id: int) -> Piece: ...
 
@@ -81,7 +88,7 @@ class TextTokenizer:
         )
         self.chat_template = _chat_template(folder, settings)
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(i for i, token in added.items() if token.special)
+        self._special = {i: token.content for i, token in added.items() if token.special}
         layout = json.loads(self._tokenizer.to_str())
         self._pieces = self._byte_pieces(layout["decoder"])
         swallow_spaces = any(token.lstrip or token.rstrip for token in added.values())
@@ -103,15 +110,34 @@ class TextTokenizer:
         """A lower bound of the tokens of `text` without encoding it, which takes 1 s per MB."""
         return len(text) // self._most_chars if self._most_chars else 0
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
         """The whole sequence's text; ids without a token decode to nothing."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if spaces_between_special_tokens:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        unspaced = self.detokenizer(
+            skip_special_tokens=skip_special_tokens, spaces_between_special_tokens=False
+        )
+        return unspaced.feed(token_ids) + unspaced.flush()
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
-        """A fresh incremental decoder for one choice."""
+    def detokenizer(
+        self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
+    ) -> Detokenizer:
+        """A fresh incremental decoder for one choice.
+
+        Byte-level vocabularies never put spaces between tokens.
+        """
         if self._pieces is not None and self._visible is not None:
             return ByteDetokenizer(self._visible if skip_special_tokens else self._pieces)
-        return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens))
+        decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+        if skip_special_tokens or spaces_between_special_tokens:
+            return WindowDetokenizer(decode)
+        return UnspacedDetokenizer(WindowDetokenizer(decode), self._special)
 
     def piece(self, token_id: int) -> Piece:
         """One token on its own, for logprobs."""

@@ -23,20 +23,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 def check_request(request: TextRequest, facts: EngineFacts, max_n: int) -> None:
     """Raises InvalidRequest naming the parameter."""
     options = request.options
-    if not 1 <= options.n <= max_n:
-        raise InvalidRequest(f"n is {options.n}; it must lie in 1..{max_n}", param="n")
-    if not 1 <= len(request.prompts) <= MAX_PROMPTS:
-        raise InvalidRequest(
-            f"there are {len(request.prompts)} prompts; send 1 to {MAX_PROMPTS} in one request",
-            param=request.prompt_param,
-        )
-    num_sequences = options.n * len(request.prompts)
-    if num_sequences > MAX_SEQUENCES:
-        raise InvalidRequest(
-            f"n is {options.n} for each of {len(request.prompts)} prompts, {num_sequences} "
-            f"sequences together; one request may have {MAX_SEQUENCES}: send several",
-            param="n",
-        )
+    _check_counts(request, max_n)
     if len(options.cache_salt) > MAX_SALT_CHARS:
         raise InvalidRequest(
             f"cache_salt has {len(options.cache_salt)} characters; it may have {MAX_SALT_CHARS}",
@@ -44,6 +31,7 @@ def check_request(request: TextRequest, facts: EngineFacts, max_n: int) -> None:
         )
     _check_stops(options)
     _check_max_tokens(options)
+    _check_truncation(options)
     check_ids("stop_token_ids", options.stop_token_ids, facts.vocab_size)
     check_ids("logit_bias", options.sampling.logit_bias, facts.vocab_size)
     for name, count in (
@@ -67,7 +55,7 @@ def check_request(request: TextRequest, facts: EngineFacts, max_n: int) -> None:
 def fit(
     token_ids: list[int], options: Options, facts: EngineFacts, *, param: str, is_default: bool
 ) -> tuple[list[int], int | None]:
-    """The prompt's ids and max_tokens within the context; the start of a prompt is what is cut.
+    """The prompt's ids and max_tokens within the context; `truncation_side` is what is cut.
 
     `max_tokens` None means: the room left. With `is_default` it is our own choice and shrinks to
     the room; what the client asked for must fit. Raises InvalidRequest context_length_exceeded.
@@ -75,15 +63,9 @@ def fit(
     limit, max_tokens = facts.max_model_len, options.sampling.max_tokens
     keep = options.truncate_prompt_tokens
     if keep is not None:
-        room = limit - max(1, max_tokens or 1)
-        keep = room if keep == -1 else keep
-        if keep < 1:
-            raise InvalidRequest(
-                f"truncate_prompt_tokens is {options.truncate_prompt_tokens}; it must be at least "
-                "1, or -1 for what fits the context",
-                param="truncate_prompt_tokens",
-            )
-        token_ids = token_ids[-keep:]
+        if keep == -1:  # one token stays even where there is no room, and is refused below
+            keep = max(1, limit - max(1, max_tokens or 1))
+        token_ids = token_ids[:keep] if options.truncation_side == "right" else token_ids[-keep:]
     if not token_ids:
         raise InvalidRequest(f"{param} is empty; it needs at least one token", param=param)
     if is_default and max_tokens is not None:
@@ -92,6 +74,16 @@ def fit(
     if len(token_ids) + max(1, asked) > limit:
         raise context_exceeded(param, len(token_ids), asked, limit)
     return token_ids, max_tokens
+
+
+def check_streamed(options: Options) -> None:
+    """Raises InvalidRequest for what a stream cannot tell."""
+    if options.ranks:
+        raise InvalidRequest(
+            f"best_of is {options.best_of} and n is {options.n}: the likeliest sequences are known "
+            "when all have ended, which cannot be streamed; set stream to false, or best_of to n",
+            param="best_of",
+        )
 
 
 def context_exceeded(
@@ -126,6 +118,32 @@ def context_exceeded(
     )
 
 
+def _check_counts(request: TextRequest, max_n: int) -> None:
+    options = request.options
+    if not 1 <= options.n <= max_n:
+        raise InvalidRequest(f"n is {options.n}; it must lie in 1..{max_n}", param="n")
+    if not 1 <= len(request.prompts) <= MAX_PROMPTS:
+        raise InvalidRequest(
+            f"there are {len(request.prompts)} prompts; send 1 to {MAX_PROMPTS} in one request",
+            param=request.prompt_param,
+        )
+    if not options.n <= options.width <= max_n:
+        raise InvalidRequest(
+            f"best_of is {options.best_of} and n is {options.n}; best_of must lie in "
+            f"{options.n}..{max_n}: the n likeliest of best_of sequences are returned",
+            param="best_of",
+        )
+    num_sequences = options.width * len(request.prompts)
+    if num_sequences > MAX_SEQUENCES:
+        name = "best_of" if options.ranks else "n"
+        raise InvalidRequest(
+            f"{name} is {options.width} for each of {len(request.prompts)} prompts, "
+            f"{num_sequences} sequences together; one request may have {MAX_SEQUENCES}: "
+            "send several",
+            param=name,
+        )
+
+
 def _check_stops(options: Options) -> None:
     if len(options.stop) > MAX_STOPS:
         raise InvalidRequest(
@@ -145,6 +163,26 @@ def _check_max_tokens(options: Options) -> None:
         hint = "" if options.echo else " (0 only scores the prompt: then set echo to true)"
         raise InvalidRequest(
             f"max_tokens is {max_tokens}; it must be at least {least}{hint}", param="max_tokens"
+        )
+
+
+def _check_truncation(options: Options) -> None:
+    keep, side = options.truncate_prompt_tokens, options.truncation_side
+    if keep is not None and keep < 1 and keep != -1:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is {keep}; it must be at least 1, or -1 for what the context "
+            "leaves beside the answer",
+            param="truncate_prompt_tokens",
+        )
+    if side not in ("left", "right"):
+        raise InvalidRequest(
+            f"truncation_side is {side[:40]!r}; it must be left or right", param="truncation_side"
+        )
+    if side == "right" and keep is None:
+        raise InvalidRequest(
+            "truncation_side is 'right' and nothing is truncated: set truncate_prompt_tokens, or "
+            "leave it out",
+            param="truncation_side",
         )
 
 

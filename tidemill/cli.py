@@ -20,6 +20,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "frontend": "start only the frontend (text over gRPC and OpenAI-compatible HTTP)",
         "generate": "complete a prompt in this process, without a server",
         "chat": "talk to a running server",
+        "run-batch": "ask a running server what a file of OpenAI batch lines asks",
         "bench": "measure: throughput, latency, batching, steps, kernels, quality, stack",
         "collect-env": "print what a bug report needs",
     }

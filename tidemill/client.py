@@ -6,6 +6,16 @@ Errors are those of tidemill.runtime.errors, with the server's words. It does no
         print(client.chat("Reverse: abc").text)
         for delta in client.generate_stream("Once", SamplingParams(max_tokens=40)):
             print(delta.text, end="")
+
+Tools go around once more for every answer that calls some:
+
+    options = CallOptions(tools=[{"type": "function", "function": {"name": "now"}}])
+    said = [{"role": "user", "content": "What time is it?"}]
+    while calls := (answer := client.chat(said, options=options)).tool_calls:
+        said.append({"role": "assistant", "content": answer.text, "tool_calls": calls})
+        for call in calls:
+            result = run(call.name, call.arguments)
+            said.append({"role": "tool", "tool_call_id": call.id, "content": result})
 """
 
 from __future__ import annotations
@@ -16,10 +26,10 @@ from typing import Any
 
 import grpc
 
+from tidemill.conversation import Conversation
 from tidemill.exchange import (
     CallOptions,
     Completion,
-    Conversation,
     Delta,
     Filling,
     chat_fields,
@@ -89,7 +99,7 @@ class Client:
         params: SamplingParams | None = None,
         options: CallOptions | None = None,
     ) -> Completion:
-        """Answers a conversation. Raises ServiceError."""
+        """Answers a conversation, with text, or calls of `options.tools`. Raises ServiceError."""
         request = pb.ChatRequest(**chat_fields(messages, params, options))
         return to_completion(self._call("Chat", request, options))
 
@@ -205,7 +215,7 @@ class AsyncClient:
         params: SamplingParams | None = None,
         options: CallOptions | None = None,
     ) -> Completion:
-        """Answers a conversation. Raises ServiceError."""
+        """Answers a conversation, with text, or calls of `options.tools`. Raises ServiceError."""
         request = pb.ChatRequest(**chat_fields(messages, params, options))
         return to_completion(await self._call("Chat", request, options))
 

@@ -9,6 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tidemill.conversation import (
+    Conversation,
+    Fields,
+    Tool,
+    ToolCall,
+    choice_fields,
+    message_fields,
+    to_tool_call,
+    tool_fields,
+)
+from tidemill.runtime.errors import InvalidRequest
 from tidemill.sampling_params import SamplingParams
 
 _SCALARS = (
@@ -24,10 +35,7 @@ _SCALARS = (
     "max_tokens",
     "min_tokens",
 )
-Fields = dict[str, Any]
-Message = Mapping[str, str]
-Conversation = str | Sequence[Message]
-"""A user's message, or messages as {"role": ..., "content": ...}."""
+_CHAT_ONLY = ("template", "tools", "tool_choice", "parallel_tool_calls")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +59,13 @@ class CallOptions:
     """Streams of block diffusion: also send tentative states, as deltas with a canvas."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the chat template (chat only)."""
+    tools: Sequence[Tool] = ()
+    """What the model may call, in OpenAI's form (chat only); the calls are `Choice.tool_calls`."""
+    tool_choice: str | Mapping[str, Any] = ""
+    """auto (the default where there are tools) or none, for which the model is told of no tools; a
+    call cannot be forced yet: required and a function by name raise Unsupported (chat only)."""
+    parallel_tool_calls: bool = True
+    """False: only the first call of an answer is told (chat only)."""
     traceparent: str = ""
     """W3C trace context of the caller."""
 
@@ -67,6 +82,8 @@ class Choice:
     logprobs: list[Any]
     reasoning: str = ""
     """Of chats: the model's reasoning, where the server tells it apart from the text."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """Of chats with tools; `finish_reason` is then tool_calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +102,11 @@ class Completion:
     def text(self) -> str:
         """The text of the first choice."""
         return self.choices[0].text
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The tool calls of the first choice."""
+        return self.choices[0].tool_calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +128,11 @@ class Delta:
         """The new text, '' for events without any."""
         return "" if self.choice is None else self.choice.text
 
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """News of tool calls, none for events without any."""
+        return [] if self.choice is None else self.choice.tool_calls
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filling:
@@ -121,6 +148,7 @@ def text_fields(
 ) -> Fields:
     """Fields of a request for text; without `params` the engine's defaults and 16 tokens."""
     options = options or CallOptions()
+    _refuse(options, "generate", _CHAT_ONLY)
     content = {"text": prompt} if isinstance(prompt, str) else {"tokens": {"token_ids": prompt}}
     chosen = params or SamplingParams()
     return {"prompt": content, "options": _options(chosen, options), "echo": options.echo}
@@ -131,10 +159,11 @@ def chat_fields(
 ) -> Fields:
     """Fields of a request for a chat; without `params` it may fill the context."""
     options = options or CallOptions()
+    _refuse(options, "chat", ("echo",))
     chosen = params or SamplingParams(max_tokens=None)
-    fields: Fields = {"messages": _messages(messages), "options": _options(chosen, options)}
-    if options.template:
-        fields["chat"] = {"chat_template_kwargs": dict(options.template)}
+    fields: Fields = {"messages": message_fields(messages), "options": _options(chosen, options)}
+    if chat := _chat_options(options):
+        fields["chat"] = chat
     return fields
 
 
@@ -143,8 +172,9 @@ def infill_fields(
 ) -> Fields:
     """Fields of a request for what stands between two texts: `max_tokens` of `params`, 16 without
     them, is the length of the gap."""
-    chosen = params or SamplingParams()
-    sampling = _options(chosen, options or CallOptions())
+    options = options or CallOptions()
+    _refuse(options, "infill", ("echo", *_CHAT_ONLY))
+    sampling = _options(params or SamplingParams(), options)
     gap = sampling["sampling"].pop("max_tokens")
     return {"prefix": texts[0], "suffix": texts[1], "gap_tokens": gap, "options": sampling}
 
@@ -154,7 +184,7 @@ def tokenize_fields(text: Conversation, add_special_tokens: bool | None) -> Fiel
     fields: Fields = {"add_special_tokens": add_special_tokens}
     if isinstance(text, str):
         return {"text": text, **fields}
-    return {"messages": {"messages": _messages(text)}, **fields}
+    return {"messages": {"messages": message_fields(text)}, **fields}
 
 
 def timeout_of(options: CallOptions | None) -> float | None:
@@ -213,13 +243,29 @@ def _choice(choice: Any) -> Choice:
         token_ids=list(choice.token_ids),
         logprobs=list(choice.logprobs),
         reasoning=choice.message.reasoning if is_chat else "",
+        tool_calls=[to_tool_call(call) for call in choice.message.tool_calls] if is_chat else [],
     )
 
 
-def _messages(messages: Conversation) -> list[Fields]:
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
-    return [{"role": m["role"], "parts": [{"text": m["content"]}]} for m in messages]
+def _refuse(options: CallOptions, method: str, names: Sequence[str]) -> None:
+    """Raises InvalidRequest for options that the method would not heed."""
+    unset = CallOptions()
+    for name in names:
+        if bool(getattr(options, name)) != bool(getattr(unset, name)):
+            raise InvalidRequest(f"{method} does not read {name}; leave it out", param=name)
+
+
+def _chat_options(options: CallOptions) -> Fields:
+    chat: Fields = {}
+    if options.template:
+        chat["chat_template_kwargs"] = dict(options.template)
+    if options.tools:
+        chat["tools"] = tool_fields(options.tools)
+    if options.tool_choice:
+        chat["tool_choice"] = choice_fields(options.tool_choice)
+    if not options.parallel_tool_calls:
+        chat["parallel_tool_calls"] = False
+    return chat
 
 
 def _options(params: SamplingParams, options: CallOptions) -> Fields:

@@ -31,7 +31,9 @@ _CALM = (50_000, 20, 20)
 class NoText:
     """The vocabulary of an LLM without a tokenizer: every token reads as nothing."""
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> NoText:
+    def detokenizer(
+        self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
+    ) -> NoText:
         return self
 
     def piece(self, token_id: int) -> Piece:

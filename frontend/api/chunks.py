@@ -29,6 +29,14 @@ class ChunkWriter:
         self._has_last = bool(wanted.include_usage)
         self.keeps_empty = body.return_token_ids or self._is_continuous
         """Whether a delta without text is worth a chunk of its own."""
+        self._begun: set[int] = set()
+
+    def prompt_of(self, index: int) -> list[int]:
+        """The token ids of the prompt of choice `index`; nothing from the second time on."""
+        if index in self._begun:
+            return []
+        self._begun.add(index)
+        return self._generation.choices[index].prompt.token_ids
 
     def chunk(self, choice: dict[str, Any], **changing: Any) -> bytes:
         """One choice's news. With include_usage every chunk names the usage, as null."""

@@ -61,11 +61,11 @@ def _choice(result: ChoiceResult, body: CompletionBody, generation: Generation) 
         "stop_reason": result.stop_reason,
     }
     if body.prompt_logprobs is not None:
-        scores = generation.choices[result.index].prompt_logprobs
+        scores = generation.choice_at(result.index).prompt_logprobs
         choice["prompt_logprobs"] = prompt_logprobs(scores)
     if body.return_token_ids:
         choice["token_ids"] = result.token_ids
-        choice["prompt_token_ids"] = generation.choices[result.index].prompt.token_ids
+        choice["prompt_token_ids"] = generation.choice_at(result.index).prompt.token_ids
     return choice
 
 
@@ -86,6 +86,8 @@ def _chunks(writer: ChunkWriter, delta: TextDelta, body: CompletionBody) -> byte
         choice["prompt_logprobs"] = prompt_logprobs(scores)
     if body.return_token_ids:
         choice["token_ids"] = delta.token_ids
+        if prompt := writer.prompt_of(delta.index):
+            choice["prompt_token_ids"] = prompt
     return chunks + writer.chunk(choice)
 
 

@@ -25,6 +25,7 @@ from frontend.desk import FrontDesk
 from frontend.generation import Generation
 from frontend.request import Ingress, TextRequest
 from frontend.result import ChoiceResult
+from frontend.validation import check_streamed
 from tidemill.runtime import telemetry
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.runtime.rpc import answering
@@ -76,6 +77,7 @@ class TextServicer:
         return form.whole(
             choices=[form.to_choice(r, request.options) for r in results],
             prompt_logprobs=_scores_of(generation, wanted),
+            prompt_token_ids=_prompt_ids(generation, request.options),
             **_frame(form.prefix, generation, ingress),
             **_totals(generation, context),
         )
@@ -83,12 +85,15 @@ class TextServicer:
     async def _stream(self, form: _Form, method: str, request: Any, context: Any) -> None:
         with self._ingress(method, context) as (ingress, metadata):
             wanted = form.to_request(request, metadata)
+            check_streamed(wanted.options)
             async with self._desk.generation(wanted, ingress) as generation:
                 frame = _frame(form.prefix, generation, ingress)
                 scores = PromptScores(generation.choices, wanted)
+                prompt_ids = _prompt_ids(generation, request.options)
                 async for news in generation.deltas():
                     for delta in news:
-                        message = form.piece(**frame)
+                        message = form.piece(**frame, prompt_token_ids=prompt_ids)
+                        prompt_ids = []
                         message.prompt_logprobs.extend(_news_of_prompt(scores, delta))
                         if _has_news(delta, request.options):
                             message.choice.CopyFrom(form.to_choice(delta, request.options))
@@ -230,6 +235,10 @@ def _totals(generation: Generation, context: Any) -> dict[str, Any]:
 
 def _scores_of(generation: Generation, wanted: TextRequest) -> list[pb.TextLogprobs]:
     return convert.logprob_messages(PromptScores(generation.choices, wanted).all_of(0))
+
+
+def _prompt_ids(generation: Generation, options: Any) -> list[int]:
+    return generation.prompts[0].token_ids if options.return_token_ids else []
 
 
 def _news_of_prompt(scores: PromptScores, delta: TextDelta) -> list[pb.TextLogprobs]:

@@ -98,17 +98,11 @@ def to_tokenize(request: text_pb2.TokenizeRequest) -> tuple[str | Chat, bool | N
 def to_options(given: text_pb2.TextOptions, metadata: Metadata, *, echo: bool = False) -> Options:
     """Options; raises Unsupported naming what this build does not serve."""
     _refuse_unserved(given)
-    n = given.n if given.HasField("n") else 1
-    if given.HasField("best_of") and given.best_of != n:
-        raise Unsupported(
-            f"best_of is {given.best_of} and n is {n}: choosing among more samples than are "
-            "returned is not served; set best_of to n or leave it out",
-            param="best_of",
-        )
     logprobs, kept = given.logprobs, given.truncate_prompt_tokens
     return Options(
         model=given.model,
-        n=n,
+        n=given.n if given.HasField("n") else 1,
+        best_of=given.best_of if given.HasField("best_of") else None,
         sampling=_sampling(given.sampling),
         decoding=Decoding(
             method=given.decoding.method or None,
@@ -119,6 +113,8 @@ def to_options(given: text_pb2.TextOptions, metadata: Metadata, *, echo: bool = 
         ignore_eos=given.ignore_eos if given.HasField("ignore_eos") else None,
         include_stop_str_in_output=given.include_stop_str_in_output,
         skip_special_tokens=not given.HasField("skip_special_tokens") or given.skip_special_tokens,
+        spaces_between_special_tokens=not given.HasField("spaces_between_special_tokens")
+        or given.spaces_between_special_tokens,
         add_special_tokens=given.add_special_tokens
         if given.HasField("add_special_tokens")
         else None,
@@ -126,6 +122,7 @@ def to_options(given: text_pb2.TextOptions, metadata: Metadata, *, echo: bool = 
         prompt_logprobs=logprobs.prompt_top if logprobs.HasField("prompt_top") else None,
         echo=echo,
         truncate_prompt_tokens=kept if given.HasField("truncate_prompt_tokens") else None,
+        truncation_side=given.truncation_side or "left",
         cache_salt=given.cache_salt,
         priority=_priority(metadata),
         fairness_key=metadata.get("x-fairness-key", ""),
@@ -210,11 +207,6 @@ def _refuse_unserved(given: text_pb2.TextOptions) -> None:
         for name in names:
             if _is_set(message, name):
                 raise Unsupported(f"{name} is not served by this build; leave it out", param=name)
-    if given.HasField("spaces_between_special_tokens") and not given.spaces_between_special_tokens:
-        raise Unsupported(
-            "spaces_between_special_tokens: false is not served; leave it out",
-            param="spaces_between_special_tokens",
-        )
 
 
 def _is_set(message: Message, name: str) -> bool:

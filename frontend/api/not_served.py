@@ -77,7 +77,6 @@ NOT_SERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "return_hidden_states": (False,),
         "return_routed_experts": (False,),
         "return_tokens_as_token_ids": (False,),
-        "truncation_side": ("left",),
         "details": (False,),
         "decoder_input_details": (False,),
     }

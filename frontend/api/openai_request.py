@@ -20,6 +20,7 @@ from frontend.api.openai_schema import (
 )
 from frontend.api.openai_tools import to_tools
 from frontend.request import Chat, Decoding, Options, Prompt, Sampling, TextRequest
+from frontend.validation import check_streamed
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 Parsed = TypeVar("Parsed", bound=Body)
@@ -104,25 +105,14 @@ def _options(
     logprobs: int | None,
     echo: bool = False,
 ) -> Options:
-    n = 1 if body.n is None else body.n
-    if body.best_of not in (None, n):
-        raise Unsupported(
-            f"best_of is {body.best_of} and n is {n}: choosing among more samples than are "
-            "returned is not served; set best_of to n or leave it out",
-            param="best_of",
-        )
-    if body.spaces_between_special_tokens is False:
-        raise Unsupported(
-            "spaces_between_special_tokens: false is not served; leave it out",
-            param="spaces_between_special_tokens",
-        )
     stop = body.stop or ()
     stream_options = body.stream_options
     if stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
-    return Options(
+    options = Options(
         model=body.model or "",
-        n=n,
+        n=1 if body.n is None else body.n,
+        best_of=body.best_of,
         sampling=_sampling(body),
         decoding=to_decoding(
             body.decoding, threshold=body.threshold, steps=body.steps, remasking=body.remasking
@@ -132,16 +122,21 @@ def _options(
         ignore_eos=body.ignore_eos,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
+        spaces_between_special_tokens=body.spaces_between_special_tokens is not False,
         add_special_tokens=body.add_special_tokens,
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,
         echo=echo,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side or "left",
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
         emit_canvas=bool(stream_options and stream_options.include_canvas),
         user=body.user or "",
     )
+    if body.stream:
+        check_streamed(options)
+    return options
 
 
 def _sampling(body: GenerationBody) -> Sampling:

@@ -62,6 +62,8 @@ class GenerationBody(Body):
     min_p: StrictFloat | None = None
     n: StrictInt | None = None
     best_of: StrictInt | None = None
+    """Sequences to generate, of which the n likeliest are returned, best first; not for streams.
+    All of them count in the usage."""
     max_tokens: Int32 | None = None
     max_completion_tokens: Int32 | None = None
     """Another name of max_tokens; goes before it."""
@@ -83,11 +85,16 @@ class GenerationBody(Body):
     skip_special_tokens: StrictBool | None = None
     add_special_tokens: StrictBool | None = None
     spaces_between_special_tokens: StrictBool | None = None
+    """false: no space between two special tokens that are shown."""
     truncate_prompt_tokens: StrictInt | None = None
-    """Keep the last tokens of the prompt only; -1 keeps what fits."""
+    """Keep this many tokens of the prompt; -1: as many as the context leaves beside the answer."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where truncate_prompt_tokens cuts: left, if it is not given, keeps the last tokens."""
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: StrictBool | None = None
+    """Token ids of the prompt (`prompt_token_ids`) and of what is generated (`token_ids`), those
+    that are not shown included."""
     priority: Int32 | None = None
     """Higher runs sooner."""
     cache_salt: str | None = None

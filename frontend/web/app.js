@@ -1,4 +1,4 @@
-// The page: asks for a generation and shows its text, its canvas and its counters.
+// The page: asks for a generation and shows its reasoning, its text, its canvas and its counters.
 // Whatever a model or a server says is put in as text, never as HTML.
 
 import { Canvas, Pieces } from "/ui/canvas.js";
@@ -22,6 +22,7 @@ const LOST = "The connection to the server was lost.";
 
 const at = (id) => document.getElementById(id);
 const text = document.createTextNode("");
+const reasoning = document.createTextNode("");
 const pieces = new Pieces();
 let model = null;
 let running = null;
@@ -109,8 +110,10 @@ function requestBody() {
 }
 
 function clear() {
-  text.data = "";
+  text.data = reasoning.data = "";
   at("text").replaceChildren(text);
+  at("reasoning").replaceChildren(reasoning);
+  at("reasoning-section").hidden = true;
   at("error").hidden = true;
   at("error").textContent = "";
   for (const name of ["forwards", "per_forward", "rate"]) at(name).textContent = "–";
@@ -181,8 +184,12 @@ function show({ canvas: state, choices, usage }) {
   if (state && canvas) follow(at("canvas"), () => canvas.open(state, usage));
   for (const choice of choices) {
     if (canvas && choice.token_ids) canvas.commit(choice.token_ids);
-    const news = choice.delta ? choice.delta.content : choice.text;
-    if (news) follow(at("text"), () => text.appendData(news));
+    const { reasoning_content: thought, content } = choice.delta ?? { content: choice.text };
+    if (thought) {
+      at("reasoning-section").hidden = false;
+      follow(at("reasoning"), () => reasoning.appendData(thought));
+    }
+    if (content) follow(at("text"), () => text.appendData(content));
     if (choice.finish_reason) return `done: ${choice.finish_reason}`;
   }
   return undefined;

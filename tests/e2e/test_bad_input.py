@@ -51,7 +51,7 @@ HTTP: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "stop of a wrong type": ({"stop": 5}, 400, "stop", "valid string.*got 5"),
     "logprobs 99": ({"logprobs": 99}, 400, "logprobs", r"logprobs is 99; it must lie in 0\.\.20"),
     "logit_bias": ({"logit_bias": {"999": 1}}, 400, "logit_bias", "token id 999;.* in"),
-    "unserved": ({"best_of": 3}, 400, "best_of", "best_of is 3 and n is 1.*leave it out"),
+    "unserved": ({"bad_words": ["a"]}, 400, "bad_words", "bad_words is not served.*leave it out"),
     "no gaps": ({"suffix": "b"}, 400, "suffix", "needs a diffusion model.*leave it out"),
     "other method's knob": ({"threshold": 0.5}, 400, "decoding.params.threshold", "'threshold'"),
 }  # fmt: skip

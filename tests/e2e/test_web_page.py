@@ -39,6 +39,8 @@ FLAGS = (
 )
 WAIT_MS = 1000 * PATIENCE_S
 expect.set_options(timeout=WAIT_MS)
+THINKING = "{# <think></think> #}{{ messages[-1].content }}<|eos|>"
+"""A template whose answers reason; the echo says what the message is."""
 EVIL = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 
 WATCH = """() => {
@@ -349,6 +351,35 @@ async def test_what_a_model_says_is_text(browser: Browser, echo: frontends.Stack
             await page.locator("#text").evaluate("(p, text) => { p.innerHTML = text; }", EVIL)
         assert await page.evaluate(nodes) > before
         assert await page.evaluate("window.hacked") is None
+
+
+async def test_reasoning_stands_above_the_answer(browser: Browser, tmp_path: Path) -> None:
+    template = tmp_path / "thinking.jinja"
+    template.write_text(THINKING)
+    async with (
+        frontends.stack(tmp_path, chat_template=str(template)) as served,
+        opened(browser, served.url) as page,
+    ):
+        block, text = page.locator("#reasoning-section"), page.locator("#text")
+        nodes = "document.querySelectorAll('*').length"
+        before = await page.evaluate(nodes)
+        thinking = f"<think>Where? {EVIL}"
+        served.engine.hold_after = len(served.tokenizer.encode(thinking).ids)
+        await ask(page, f"{thinking}\n</think>There.", "running", max_tokens="300")
+        await expect(page.locator("#reasoning")).to_contain_text(EVIL)
+        assert await text.text_content() == ""
+        assert await page.is_visible("#reasoning-section:visible + #answer")
+        served.engine.hold_after = None
+        await page.wait_for_selector("body[data-state^=done]")
+        assert await page.text_content("#reasoning") == f"Where? {EVIL}"
+        assert await text.text_content() == "There."
+        assert await page.evaluate(nodes) == before
+        assert await page.evaluate("window.hacked") is None
+        # Whoever does not reason has no such block, and keeps nothing of the last answer.
+        await ask(page, "There again.")
+        await expect(text).to_have_text("There again.")
+        assert not await block.is_visible()
+        assert await page.text_content("#reasoning") == ""
 
 
 async def test_streams_may_be_cut_anywhere(browser: Browser, echo: frontends.Stack) -> None:

@@ -248,7 +248,6 @@ async def test_grpc_unknown_model_and_unserved_fields(served: Stack) -> None:
     unserved: dict[str, dict[str, Any]] = {
         "constraint": {"options": {"constraint": {"regex": "a"}}},
         "beam_search": {"options": {"beam_search": {"width": 2}}},
-        "best_of": {"options": {"best_of": 2}},
         "allowed_token_ids": {"options": {"sampling": {"allowed_token_ids": [1]}}},
         "bad_words": {"options": {"sampling": {"bad_words": [{"token_ids": [1]}]}}},
         "tools": {"chat": {"tools": [{"name": "f"}]}},

@@ -194,10 +194,8 @@ async def test_every_rpc_is_answered_and_unserved_ones_are_named(served: Stack) 
     [
         ({"options": {"constraint": {"regex": "a"}}}, "constraint"),
         ({"options": {"beam_search": {"width": 2}}}, "beam_search"),
-        ({"options": {"best_of": 3}}, "best_of"),
         ({"options": {"sampling": {"allowed_token_ids": [1]}}}, "allowed_token_ids"),
         ({"options": {"sampling": {"bad_words": [{"token_ids": [1]}]}}}, "bad_words"),
-        ({"options": {"spaces_between_special_tokens": False}}, "spaces_between_special_tokens"),
         ({"suffix": "x"}, "suffix"),
     ],
 )

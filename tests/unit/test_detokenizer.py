@@ -61,6 +61,19 @@ def fallback(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     return TextTokenizer(folder)
 
 
+WORDS = ("sea", "tide", "é", "x", "<a>", "<b>", "<c>")
+
+
+@pytest.fixture(scope="module")
+def spaced(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    """Whole words, no decoder, three special tokens."""
+    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="x"))
+    raw.add_special_tokens(list(WORDS[4:]))
+    folder = tmp_path_factory.mktemp("spaced")
+    raw.save(str(folder / "tokenizer.json"))
+    return TextTokenizer(folder)
+
+
 def in_pieces(detokenizer: Detokenizer, ids: list[int], cuts: list[int]) -> list[str]:
     """One text per delta between the cuts, then the flush."""
     edges = [0, *sorted(cuts), len(ids)]
@@ -180,3 +193,40 @@ def test_the_bound_of_a_long_text_is_worth_something(fallback: TextTokenizer) ->
     assert BOUNDED.least_tokens(name * 50) == 50  # the tightest case: a larger bound were wrong
     assert len(BOUNDED.encode(name * 50, add_special_tokens=False)) == 50
     assert fallback.least_tokens("a" * 10_000) == 0, "nothing is known of this vocabulary"
+
+
+@given(
+    ids=st.lists(st.integers(0, 6), max_size=30),
+    skips=st.booleans(),
+    draw=st.randoms(use_true_random=False),
+)
+def test_special_tokens_in_a_row_need_no_spaces(
+    spaced: TextTokenizer, ids: list[int], skips: bool, draw: random.Random
+) -> None:
+    """Without a decoder the library puts a space in front of every token but the first."""
+    cuts = [draw.randint(0, len(ids)) for _ in range(4)]
+    text, before = "", None
+    for token_id in ids:
+        is_special = token_id >= 4
+        if is_special and skips:
+            continue
+        follows = before is not None and before >= 4 and is_special
+        text += ("" if before is None or follows else " ") + WORDS[token_id]
+        before = token_id
+    detokenizer = spaced.detokenizer(skip_special_tokens=skips, spaces_between_special_tokens=False)
+    assert "".join(in_pieces(detokenizer, ids, cuts)) == text
+    flags = {"skip_special_tokens": skips}
+    assert spaced.decode(ids, **flags, spaces_between_special_tokens=False) == text
+    with_spaces = spaced.detokenizer(**flags)
+    assert "".join(in_pieces(with_spaces, ids, cuts)) == spaced.decode(ids, **flags)
+
+
+def test_spaces_between_special_tokens_are_the_default(
+    spaced: TextTokenizer, tokenizer: TextTokenizer
+) -> None:
+    """Negative control. Byte-level vocabularies have no such spaces."""
+    assert spaced.decode([0, 4, 5], skip_special_tokens=False) == "sea <a> <b>"
+    end = tokenizer.encode(SPECIALS[0] * 2, add_special_tokens=False)
+    for spaces in (True, False):
+        flags = {"skip_special_tokens": False, "spaces_between_special_tokens": spaces}
+        assert tokenizer.detokenizer(**flags).feed(end) == SPECIALS[0] * 2

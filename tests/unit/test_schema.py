@@ -59,6 +59,8 @@ def test_every_other_option_arrives() -> None:
         model="m",
         n=3,
         best_of=3,
+        truncation_side="right",
+        spaces_between_special_tokens=False,
         stop=["a", "b"],
         stop_token_ids=[1, 2],
         include_stop_str_in_output=True,
@@ -85,6 +87,8 @@ def test_every_other_option_arrives() -> None:
     assert options.add_special_tokens is False
     assert (options.logprobs, options.prompt_logprobs, options.echo) == (2, 1, True)
     assert (options.truncate_prompt_tokens, options.cache_salt, options.priority) == (9, "s", -4)
+    assert (options.best_of, options.truncation_side) == (3, "right")
+    assert not options.spaces_between_special_tokens
     assert options.decoding.method == "block_diffusion"
     assert options.decoding.params == {"threshold": 0.5, "steps": 4, "remasking": "sequential"}
     assert options.emit_canvas
@@ -137,6 +141,8 @@ def test_other_prompts_are_refused(prompt: object) -> None:
         ({"temperature": "1"}, "temperature"),
         ({"logprobs": 1}, "logprobs"),
         ({"stream": "yes"}, "stream"),
+        ({"stream": True, "best_of": 2}, "best_of"),
+        ({"truncation_side": "middle"}, "truncation_side"),
         ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
         ({"logit_bias": {"5": True}}, "logit_bias"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -162,9 +168,7 @@ def test_wrong_values_name_their_field(fields: dict[str, object], param: str) ->
         {"tool_choice": "required"},
         {"tool_choice": {"type": "function", "function": {"name": "f"}}},
         {"response_format": {"type": "json_object"}},
-        {"best_of": 2},
         {"use_beam_search": True},
-        {"spaces_between_special_tokens": False},
         {"allowed_token_ids": [1]},
         {"bad_words": ["x"]},
         {"suffix": "end"},
@@ -289,6 +293,7 @@ EXAMPLES: dict[str, object] = {
     "logit_bias": {"3": 1.0}, "prompt_logprobs": 1, "skip_special_tokens": False,
     "add_special_tokens": False, "truncate_prompt_tokens": 3, "priority": 3, "cache_salt": "x",
     "user": "x", "decoding": {"method": "x"}, "threshold": 0.5, "steps": 3, "remasking": "x",
+    "best_of": 3, "spaces_between_special_tokens": False, "truncation_side": "right",
 }  # fmt: skip
 """A value for each field of a body that changes the request behind it."""
 
@@ -304,7 +309,6 @@ OF_CHAT = {
     "tools": [TOOL],
     "parallel_tool_calls": False,
 }
-REFUSED = {"best_of": 3, "spaces_between_special_tokens": False}
 OF_THE_ANSWER = {
     "stream": "test_frontend_openai: events instead of one object",
     "stream_options": "test_frontend_openai, and below",
@@ -316,14 +320,11 @@ OF_THE_ANSWER = {
 
 
 def dropped(body: type[GenerationBody], examples: dict[str, object]) -> list[str]:
-    """Fields of a body that neither change the request nor are refused."""
+    """Fields of a body that do not change the request."""
     ask = chat if body is ChatBody else completion
     found = []
     for name in body.model_fields:
-        if name in REFUSED:
-            with pytest.raises(Unsupported, match=name):
-                ask(**{name: REFUSED[name]})
-        elif name not in OF_THE_ANSWER and (
+        if name not in OF_THE_ANSWER and (
             name not in examples or ask(**{name: examples[name]}) == ask()
         ):
             found.append(name)

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TextOptions(_message.Message):
-    __slots__ = ("model", "sampling", "decoding", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens", "spaces_between_special_tokens", "n", "best_of", "logprobs", "constraint", "cache_salt", "truncate_prompt_tokens", "return_token_ids", "beam_search", "user", "emit_canvas")
+    __slots__ = ("model", "sampling", "decoding", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens", "spaces_between_special_tokens", "n", "best_of", "logprobs", "constraint", "cache_salt", "truncate_prompt_tokens", "return_token_ids", "beam_search", "user", "emit_canvas", "truncation_side")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DECODING_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class TextOptions(_message.Message):
     BEAM_SEARCH_FIELD_NUMBER: _ClassVar[int]
     USER_FIELD_NUMBER: _ClassVar[int]
     EMIT_CANVAS_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATION_SIDE_FIELD_NUMBER: _ClassVar[int]
     model: str
     sampling: _engine_pb2.SamplingParams
     decoding: _engine_pb2.DecodingSpec
@@ -50,7 +51,8 @@ class TextOptions(_message.Message):
     beam_search: BeamSearch
     user: str
     emit_canvas: bool
-    def __init__(self, model: _Optional[str] = ..., sampling: _Optional[_Union[_engine_pb2.SamplingParams, _Mapping]] = ..., decoding: _Optional[_Union[_engine_pb2.DecodingSpec, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., add_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., logprobs: _Optional[_Union[_engine_pb2.LogprobsSpec, _Mapping]] = ..., constraint: _Optional[_Union[_engine_pb2.Constraint, _Mapping]] = ..., cache_salt: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., return_token_ids: _Optional[bool] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., user: _Optional[str] = ..., emit_canvas: _Optional[bool] = ...) -> None: ...
+    truncation_side: str
+    def __init__(self, model: _Optional[str] = ..., sampling: _Optional[_Union[_engine_pb2.SamplingParams, _Mapping]] = ..., decoding: _Optional[_Union[_engine_pb2.DecodingSpec, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., add_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., logprobs: _Optional[_Union[_engine_pb2.LogprobsSpec, _Mapping]] = ..., constraint: _Optional[_Union[_engine_pb2.Constraint, _Mapping]] = ..., cache_salt: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., return_token_ids: _Optional[bool] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., user: _Optional[str] = ..., emit_canvas: _Optional[bool] = ..., truncation_side: _Optional[str] = ...) -> None: ...
 
 class BeamSearch(_message.Message):
     __slots__ = ("width", "length_penalty", "early_stopping")
@@ -83,7 +85,7 @@ class TextServiceGenerateRequest(_message.Message):
     def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., options: _Optional[_Union[TextOptions, _Mapping]] = ..., echo: _Optional[bool] = ..., suffix: _Optional[str] = ...) -> None: ...
 
 class TextServiceGenerateResponse(_message.Message):
-    __slots__ = ("id", "model", "created_unix_s", "choices", "usage", "timings", "prompt_logprobs")
+    __slots__ = ("id", "model", "created_unix_s", "choices", "usage", "timings", "prompt_logprobs", "prompt_token_ids")
     ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +93,7 @@ class TextServiceGenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     id: str
     model: str
     created_unix_s: int
@@ -98,7 +101,8 @@ class TextServiceGenerateResponse(_message.Message):
     usage: _engine_pb2.Usage
     timings: _engine_pb2.Timings
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TextLogprobs]
-    def __init__(self, id: _Optional[str] = ..., model: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[TextChoice, _Mapping]]] = ..., usage: _Optional[_Union[_engine_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_engine_pb2.Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TextLogprobs, _Mapping]]] = ...) -> None: ...
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[str] = ..., model: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[TextChoice, _Mapping]]] = ..., usage: _Optional[_Union[_engine_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_engine_pb2.Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TextLogprobs, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateStreamRequest(_message.Message):
     __slots__ = ("prompt", "options", "echo", "suffix")
@@ -113,7 +117,7 @@ class GenerateStreamRequest(_message.Message):
     def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., options: _Optional[_Union[TextOptions, _Mapping]] = ..., echo: _Optional[bool] = ..., suffix: _Optional[str] = ...) -> None: ...
 
 class GenerateStreamResponse(_message.Message):
-    __slots__ = ("id", "model", "created_unix_s", "choice", "usage", "timings", "canvas", "prompt_logprobs")
+    __slots__ = ("id", "model", "created_unix_s", "choice", "usage", "timings", "canvas", "prompt_logprobs", "prompt_token_ids")
     ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +126,7 @@ class GenerateStreamResponse(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     CANVAS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     id: str
     model: str
     created_unix_s: int
@@ -130,7 +135,8 @@ class GenerateStreamResponse(_message.Message):
     timings: _engine_pb2.Timings
     canvas: CanvasEvent
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TextLogprobs]
-    def __init__(self, id: _Optional[str] = ..., model: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., choice: _Optional[_Union[TextChoice, _Mapping]] = ..., usage: _Optional[_Union[_engine_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_engine_pb2.Timings, _Mapping]] = ..., canvas: _Optional[_Union[CanvasEvent, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TextLogprobs, _Mapping]]] = ...) -> None: ...
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[str] = ..., model: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., choice: _Optional[_Union[TextChoice, _Mapping]] = ..., usage: _Optional[_Union[_engine_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_engine_pb2.Timings, _Mapping]] = ..., canvas: _Optional[_Union[CanvasEvent, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TextLogprobs, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TextChoice(_message.Message):
     __slots__ = ("index", "text", "finish_reason", "stop_reason", "logprobs", "token_ids")
@@ -273,7 +279,7 @@ class ChatRequest(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., options: _Optional[_Union[TextOptions, _Mapping]] = ..., chat: _Optional[_Union[ChatOptions, _Mapping]] = ...) -> None: ...
 
 class ChatResponse(_message.Message):
-    __slots__ = ("id", "model", "created_unix_s", "choices", "usage", "timings", "prompt_logprobs")
+    __slots__ = ("id", "model", "created_unix_s", "choices", "usage", "timings", "prompt_logprobs", "prompt_token_ids")
     ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +287,7 @@ class ChatResponse(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     id: str
     model: str
     created_unix_s: int
@@ -288,7 +295,8 @@ class ChatResponse(_message.Message):
     usage: _engine_pb2.Usage
     timings: _engine_pb2.Timings
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TextLogprobs]
-    def __init__(self, id: _Optional[str] = ..., model: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[ChatChoice, _Mapping]]] = ..., usage: _Optional[_Union[_engine_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_engine_pb2.Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TextLogprobs, _Mapping]]] = ...) -> None: ...
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[str] = ..., model: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[ChatChoice, _Mapping]]] = ..., usage: _Optional[_Union[_engine_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_engine_pb2.Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TextLogprobs, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ChatChoice(_message.Message):
     __slots__ = ("index", "message", "finish_reason", "stop_reason", "logprobs", "token_ids")
@@ -317,7 +325,7 @@ class ChatStreamRequest(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., options: _Optional[_Union[TextOptions, _Mapping]] = ..., chat: _Optional[_Union[ChatOptions, _Mapping]] = ...) -> None: ...
 
 class ChatStreamResponse(_message.Message):
-    __slots__ = ("id", "model", "created_unix_s", "choice", "usage", "timings", "canvas", "prompt_logprobs")
+    __slots__ = ("id", "model", "created_unix_s", "choice", "usage", "timings", "canvas", "prompt_logprobs", "prompt_token_ids")
     ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
@@ -326,6 +334,7 @@ class ChatStreamResponse(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     CANVAS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     id: str
     model: str
     created_unix_s: int
@@ -334,7 +343,8 @@ class ChatStreamResponse(_message.Message):
     timings: _engine_pb2.Timings
     canvas: CanvasEvent
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TextLogprobs]
-    def __init__(self, id: _Optional[str] = ..., model: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., choice: _Optional[_Union[ChatChoice, _Mapping]] = ..., usage: _Optional[_Union[_engine_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_engine_pb2.Timings, _Mapping]] = ..., canvas: _Optional[_Union[CanvasEvent, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TextLogprobs, _Mapping]]] = ...) -> None: ...
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[str] = ..., model: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., choice: _Optional[_Union[ChatChoice, _Mapping]] = ..., usage: _Optional[_Union[_engine_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[_engine_pb2.Timings, _Mapping]] = ..., canvas: _Optional[_Union[CanvasEvent, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TextLogprobs, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class InfillRequest(_message.Message):
     __slots__ = ("prefix", "suffix", "gap_tokens", "options")
