@@ -35,12 +35,11 @@ def test_online_beside_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (row,) = found["sets"]
     assert (found["max_rows"], row["output_tokens"]) == (8, REQUESTS * OUTPUT_LEN)
     least_s = REQUESTS / 8 * OUTPUT_LEN * STEP_MS / 1000
-    # Simulated steps are never shorter than asked; how much longer is a matter of the machine.
     for kind in ("offline", "online"):
-        assert least_s <= row[kind]["seconds"] < 30 * least_s
+        assert least_s <= row[kind]["seconds"] < 3 * least_s
     assert row["ratio"] == pytest.approx(row["offline"]["seconds"] / row["online"]["seconds"], 0.01)
     online = row["online"]
-    assert STEP_MS / 2 < online["between_deliveries_ms"]["p50"] < 30 * STEP_MS
+    assert online["between_deliveries_ms"]["p50"] == pytest.approx(STEP_MS, rel=0.5)
     roles = {"supervisor", "engine server", "rank 0", "frontend 0", "frontend 1", "busiest client"}
     assert online["cpu_share"].keys() == online["cpu_us_per_token"].keys() == roles
     assert "of offline" in capsys.readouterr().out

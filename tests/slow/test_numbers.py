@@ -1,6 +1,6 @@
 """The figures that were promised, measured by the benchmarks as a user runs them.
 
-Speed is asked up to five times, as other programs may use the machine; quality once, as it is
+Speed is asked up to three times, as other programs may use the machine; quality once, as it is
 the same every time.
 """
 
@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.timeout(600)
-ATTEMPTS = 5
+ATTEMPTS = 3
 ITEMS = 2000
 THREADS = 2
 STRUCTURED = ("add", "reverse", "sort", "count", "repeat", "json", "lookup")
@@ -69,46 +66,15 @@ def test_quality(
     assert every["tokens_per_forward"] >= per_forward, figures["tasks"]
 
 
-def pace_beside(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Its figures, and `pace_ms`: the median CPU time that 256 sorts of a dozen tuples took now and
-    then meanwhile. They are about a millisecond's work where the figures were promised; who shares
-    cores and caches with this machine makes them, and whatever is measured, take longer."""
-    paces: list[float] = []
-    is_over = threading.Event()
-
-    def keep_pace() -> None:
-        while not is_over.wait(0.05):
-            started = time.thread_time()
-            for key in range(256):
-                sorted([(key, i, str(i)) for i in range(12)], key=lambda row: -row[1])
-            paces.append((time.thread_time() - started) * 1e3)
-
-    keeper = threading.Thread(target=keep_pace)
-    keeper.start()
-    try:
-        figures = measure()
-    finally:
-        is_over.set()
-        keeper.join()
-    return {**figures, "pace_ms": statistics.median(paces)}
-
-
 @pytest.mark.slow
 def test_the_stack_delivers_what_its_model_computes(tmp_path: Path) -> None:
     """256 requests at 5 ms a step; a Session costs the server a sixth of one RPC per request."""
-
-    def measure() -> dict[str, Any]:
-        figures = pace_beside(lambda: bench(tmp_path, "stack"))
-        slowness = max(1.0, figures["pace_ms"])
-        print(f"pace {slowness:.2f}, core {figures['core_host_ms_per_step']:.2f} ms as measured")
-        return {**figures, "core_host_ms": figures["core_host_ms_per_step"] / slowness}
-
     bars: dict[str, Callable[[float], bool]] = {
         "ratio_to_ideal": lambda ratio: ratio >= 0.85,
-        "core_host_ms": lambda spent: spent <= 2.0,
+        "core_host_ms_per_step": lambda spent: spent <= 2.0,
         "generate_to_session_server_cpu": lambda ratio: ratio >= 6.0,
     }
-    tries = attempts(measure, bars)
+    tries = attempts(lambda: bench(tmp_path, "stack"), bars)
     assert not tries[-1], f"missed: {tries}"
 
 
@@ -120,9 +86,12 @@ def test_demo_is_as_fast_as_its_peer(tmp_path: Path) -> None:
     assert not tries[-1], f"missed: {tries}"
 
 
-def test_control_a_slow_machine_is_asked_a_few_times_and_no_more() -> None:
-    slow = [0.99 - 0.1 * index for index in range(ATTEMPTS)]
-    speeds = iter([*slow, 1.5])
+def test_control_a_slow_machine_is_asked_three_times_and_no_more() -> None:
+    speeds = iter([0.5, 0.9, 0.99, 1.5])
     bars: dict[str, Callable[[float], bool]] = {"speed": lambda speed: speed >= 1.0}
-    assert attempts(lambda: {"speed": next(speeds)}, bars) == [{"speed": one} for one in slow]
+    assert attempts(lambda: {"speed": next(speeds)}, bars) == [
+        {"speed": 0.5},
+        {"speed": 0.9},
+        {"speed": 0.99},
+    ]
     assert attempts(lambda: {"speed": next(speeds)}, bars) == [{}]

@@ -320,20 +320,15 @@ def test_host_time_per_step_is_small() -> None:
     """256 decoding rows: schedule + apply + emit take at most 2 ms of this thread's CPU time.
 
     The fastest of many steps: other programs on the machine can only add to one, by emptying its
-    caches. On a slow machine it may take twice as long as 256 sorts of a dozen tuples, which are
-    about a millisecond's work where the 2 ms were promised.
+    caches.
     """
     desk = Desk(
         num_pages=20_000, page_size=16, max_rows=256, token_budget=8192, logit_budget=512, queue=300
     )
     for key in range(256):
         desk.submit(key, 16, 200)
-    times, sorts = [], []
+    times = []
     for _ in range(60):
-        started = time.thread_time()
-        for key in range(256):
-            sorted([(key, i, str(i)) for i in range(12)], key=lambda row: -row[1])
-        sorts.append(time.thread_time() - started)
         started = time.thread_time()
         plan = desk.scheduler.schedule()
         planned = time.thread_time()
@@ -345,5 +340,4 @@ def test_host_time_per_step_is_small() -> None:
         times.append(planned - started + time.thread_time() - resumed)
         assert len(plan.spans) == 256
     print(f"fastest {min(times) * 1e3:.2f} ms, median {sorted(times)[30] * 1e3:.2f} ms")
-    print(f"fastest sorts {min(sorts) * 1e3:.2f} ms")
-    assert min(times) <= max(0.002, 2 * min(sorts))
+    assert min(times) <= 0.002

@@ -117,7 +117,6 @@ def test_a_missing_collector_delays_neither_start_nor_stop_for_long() -> None:
     began = time.monotonic()
     tracer = Tracer("test", "http://127.0.0.1:9")
     tracer.start("work", None).end()
-    assert time.monotonic() - began < 30
-    began = time.monotonic()
+    assert time.monotonic() - began < 3
     tracer.stop()
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 8
