@@ -105,7 +105,7 @@ def pad(layout: StepLayout, bucket: Bucket, tables: RowTables) -> StepLayout:
         ends += np.arange(1, more_spans + 1, dtype=np.int32)
     return replace(
         layout,
-        spans=(),
+        columns=None,
         places=_fill(layout.places, bucket.tokens, trash * tables.width),
         positions=_fill(layout.positions, bucket.tokens, 0),
         slots=_fill(layout.slots, bucket.tokens, tables.trash_slot),

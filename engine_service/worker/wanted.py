@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine_service.core.step import Span, new_span
 from engine_service.sampling.batch import Wants
 from engine_service.worker.tables import RowTables
 
@@ -72,6 +73,16 @@ class Columns(NamedTuple):
     store_from: np.ndarray
     kept: np.ndarray
     aside: np.ndarray
+
+
+def cut(columns: Columns, which: slice | np.ndarray) -> Columns:
+    """Some of the spans, or all in another order."""
+    return Columns(*(column[which] for column in columns))
+
+
+def spans_of(columns: Columns) -> list[Span]:
+    """The spans one by one."""
+    return list(map(new_span, zip(*(column.tolist() for column in columns), strict=True)))
 
 
 class Queries(NamedTuple):

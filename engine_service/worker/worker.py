@@ -16,7 +16,7 @@ import torch
 from engine_service.attention.base import AttentionBackend, AttentionShape, LayerCache
 from engine_service.attention.select import open_backend
 from engine_service.config import EngineConfig
-from engine_service.core.step import FULL, Decision, StepPlan
+from engine_service.core.step import FULL, Decisions, StepPlan
 from engine_service.core.strategy import DecodeStrategy, ExecutorLimits
 from engine_service.kernels.jit import (
     give_up_kernels,
@@ -134,8 +134,8 @@ class Worker:
                 raise
             raise step_shortage(plan, self.resolved) from error
 
-    def collect(self, handle: StepHandle) -> list[Decision | None]:
-        """Waits for a step's decisions, one per span."""
+    def collect(self, handle: StepHandle) -> Decisions:
+        """Waits for a step's decisions."""
         return self._runner.collect(handle)
 
     def facts(self) -> dict[str, Any]:
