@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from engine_service import resolve
+from engine_service.sampling.batch import DecideResult
+from engine_service.worker import graphs
+from engine_service.worker.layout import StepLayout
 from tests.equivalence.test_worker_canvas import VOCAB, as_dream, write_llada
 from tests.models.checkpoints import Case, write
 from tests.models.test_experts_with_masks import LLADA, SDAR
@@ -48,7 +52,7 @@ def canvas_knobs(seed: int, count: int, first: int = 0) -> list[dict[str, Any]]:
     draw = random.Random(seed)
     return [
         {
-            "block_length": draw.choice([8, 16, 24]),
+            "block_length": draw.choice([8, 16, 24, 40]),
             "threshold": draw.choice([0.3, 0.6, 0.9, 2.0]),
             **CACHES[(first + index) % len(CACHES)],
         }
@@ -79,14 +83,57 @@ def tokens(
 
 @pytest.mark.parametrize("flags", [{}, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize("kv_heads", [4, 2], ids=["MHA", "GQA"])
-def test_canvases_with_every_cache(kv_heads: int, flags: dict[str, Any], tmp_path: Path) -> None:
-    """All kinds in one engine: each step mixes spans over the pages with spans aside of them."""
+def test_canvases_with_every_cache(
+    kv_heads: int, flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All kinds in one engine: each step mixes spans over the pages with spans aside of them.
+    Blocks of 40 have no room in captured steps."""
+    replayed: list[bool] = []
+    run = graphs.StepGraphs.run
+
+    def watched(self: graphs.StepGraphs, layout: StepLayout) -> DecideResult | None:
+        result = run(self, layout)
+        replayed.append(result is not None)
+        return result
+
+    monkeypatch.setattr(graphs.StepGraphs, "run", watched)
     write_llada(tmp_path, 7, n_kv_heads=kv_heads)
     prompts, knobs = random_prompts(1, 24, VOCAB), canvas_knobs(2, 24)
     want = tokens(tmp_path, "cpu", prompts, knobs)
     assert tokens(tmp_path, "cuda", prompts, knobs, **flags) == want
+    assert set(replayed) == {False, True}, "blocks are replayed, whole canvases are launched"
+    assert tokens(tmp_path, "cuda", prompts, knobs, enforce_eager=True, **flags) == want
     other = canvas_knobs(2, 24, first=3)
     assert tokens(tmp_path, "cpu", prompts, other) != want, "the control: other caches"
+
+
+@pytest.mark.parametrize("chunk", [4096, 40])
+def test_captured_blocks_that_need_whole_logits(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities and filters beside plain rows: their steps are replayed to the hidden
+    states, or launched where that would be too many logits."""
+    monkeypatch.setattr(resolve, "_LOGIT_CHUNK_BYTES", 4 * VOCAB * chunk)
+    write_llada(tmp_path, 7)
+    prompts = random_prompts(8, 12, VOCAB)
+    kinds: list[dict[str, Any]] = [{"logprobs": 2}, {}, {"temperature": 3.0, "top_k": 9}]
+    params = [
+        SamplingParams(
+            max_tokens=ANSWER,
+            ignore_eos=True,
+            seed=number,
+            method_params={"cache": "dual", "block_length": 16, "threshold": 0.6},
+            **{"temperature": 0.0, **kinds[number % 3]},
+        )
+        for number in range(12)
+    ]
+    made = []
+    for flags in ({}, {"enforce_eager": True}):
+        llm = LLM(str(tmp_path), device="cuda", dtype="float32", max_model_len=128, max_rows=6,
+                  memory_fraction=0.2, skip_tokenizer_init=True, **flags)  # fmt: skip
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        made.append([output.outputs[0].token_ids for output in outputs])
+    assert made[0] == made[1]
 
 
 def test_dreams_canvas(tmp_path: Path) -> None:
