@@ -163,8 +163,8 @@ class Planner:
         """Plans one running request; False without budget, or without pages while nobody can be
         preempted.
 
-        A decoding row mostly moves on within its last page: then neither a View is built nor the pool
-        asked, and where its end is not near it joins the convoy.
+        A decoding row mostly moves on within its last page: then neither a View is built nor the
+        pool asked, and where its end is not near it joins the convoy.
         """
         launched = request.launched
         span = request.strategy.advance(launched) if launched and request.decoding else None
