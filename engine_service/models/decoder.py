@@ -224,6 +224,9 @@ class Decoder(CausalModel):
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         return self.head.logits(hidden_NE, self.norm)
 
+    def features(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden_NE)
+
     def head_factors(self, hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.norm(hidden_NE), self.head.weight
 

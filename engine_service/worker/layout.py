@@ -16,6 +16,7 @@ import numpy as np
 
 from engine_service.core.step import Span
 from engine_service.worker.aside import AsideLayout, ChoiceOf, lay_out_aside
+from engine_service.worker.pooling import PoolLayout, lay_out_pooled, without_pooled
 from engine_service.worker.tables import RowTables
 from engine_service.worker.wanted import (
     Columns,
@@ -59,6 +60,7 @@ class StepLayout:
     all_causal: bool
     decides: tuple[DecideLayout, ...]
     scores: ScoreLayout | None
+    pools: PoolLayout | None
     aside: AsideLayout | None
 
 
@@ -86,6 +88,8 @@ def lay_out(
     cu_seqlens = running_sum(lengths)
     offsets = cu_seqlens[:-1] - columns.start - logits_shift
     queries = Queries(columns, order, cu_seqlens, offsets, num_copies)
+    pools = lay_out_pooled(queries, tables.pooled, logit_chunk)
+    queries = queries._replace(columns=without_pooled(columns, tables.pooled))
     owners = np.arange(len(spans)).repeat(lengths)
     positions = np.arange(int(cu_seqlens[-1])) + (columns.start - cu_seqlens[:-1])[owners]
     places = columns.row[owners] * tables.width + positions
@@ -104,6 +108,7 @@ def lay_out(
         positions=positions,
         decides=tuple(lay_out_decided(queries, tables, logit_chunk)),
         scores=lay_out_scored(queries, tables),
+        pools=pools,
         aside=aside,
     )
 

@@ -19,6 +19,7 @@ from engine_service.sampling.batch import Wants
 from engine_service.sampling.rng import request_seed
 from engine_service.sampling.tables import SamplingTables
 from engine_service.staging import stage
+from engine_service.worker.pool_rows import PoolRows
 
 _FIRST_SLOTS = 8
 _NO_BOUND = np.iinfo(np.int64).max
@@ -85,11 +86,13 @@ class RowTables:
         mask_token_id: int | None,
         methods: Sequence[str],
         device: torch.device,
+        pooled: PoolRows | None = None,
     ) -> None:
         assert table_width % page_size == 0, f"width {table_width} is not whole pages"
         num_rows = max_rows + 1
         self.page_size = page_size
         self.device = device
+        self.pooled = pooled
         self._trash_page = trash_page
         self._fill = mask_token_id or 0
         self._method_index = {name: index for index, name in enumerate(methods)}
@@ -255,6 +258,8 @@ class RowTables:
             self.prompt_logprobs_of_row[new.row] = -1 if of_prompt is None else of_prompt
             self._demands[new.row] = _demands_of(new)
             self.host_pages[new.row] = self._trash_page
+        if self.pooled is not None:
+            self.pooled.admit(new_rows)
 
     def _append_pages(self, page_appends: Sequence[PageAppend]) -> None:
         max_pages = self.host_pages.shape[1]

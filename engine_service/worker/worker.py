@@ -16,6 +16,7 @@ import torch
 from engine_service.attention.base import AttentionBackend, AttentionShape, LayerCache
 from engine_service.attention.select import open_backend
 from engine_service.config import EngineConfig
+from engine_service.core.pooling import Pooling
 from engine_service.core.step import FULL, Decision, StepPlan
 from engine_service.core.strategy import DecodeStrategy, ExecutorLimits
 from engine_service.kernels.jit import (
@@ -32,6 +33,8 @@ from engine_service.worker.checkpoint import Report, fetch_checkpoint
 from engine_service.worker.graphs import StepGraphs, capture_steps
 from engine_service.worker.kv_pool import KVPool, KVRoom, count_pages, page_bytes
 from engine_service.worker.memory import find_room, free_bytes
+from engine_service.worker.pool_facts import read_pool_facts
+from engine_service.worker.pool_rows import PoolRows
 from engine_service.worker.program import StepProgram
 from engine_service.worker.runner import Runner, StepHandle
 from engine_service.worker.shortage import (
@@ -158,6 +161,7 @@ class Worker:
             "eos_token_ids": traits.eos_token_ids,
             "tokenizer_dir": checkpoint.tokenizer_dir,
             "stage_seconds": dict(self.stage_seconds),
+            "pooling": read_pool_facts(checkpoint, traits),
         }
 
     @contextmanager
@@ -288,6 +292,7 @@ class Worker:
             page_size=self.resolved.page_size,
             trash_page=pool.trash_page,
             mask_token_id=self.traits.mask_token_id,
-            methods=tuple(self.strategies),
+            methods=(*self.strategies, Pooling.name),
             device=self.device,
+            pooled=PoolRows(self.resolved.max_rows, self.traits.hidden_size, self.device),
         )
