@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from engine_service.server.convert import to_choices, to_submit
 from engine_service.server.convert_out import pack
+from engine_service.server.convert_pool import to_pool_submit
 from frontend.api import grpc_text_convert as convert
 from frontend.api.grpc_text import TextServicer
 from frontend.api.grpc_text_infill import to_infill_request
@@ -130,6 +131,11 @@ TEXT = {"prompt": {"text": "base"}}
 CHAT = {"messages": [{"role": "assistant", "parts": [{"text": "a"}]}]}
 
 
+def of_pool(request: engine_pb2.PoolRequest) -> object:
+    submit = to_pool_submit(request, None)
+    return dataclasses.replace(submit, arrival_ns=0, deadline_ns=request.timeout_ms)
+
+
 def of_text(request: Any) -> object:
     return convert.to_text_request(request, {})
 
@@ -145,6 +151,11 @@ def of_chat(request: Any) -> object:
 def test_specs_of_the_engine() -> None:
     assert dropped(SPEC, of_spec) == []
     assert dropped(engine_pb2.GenerateRequest(spec=SPEC), of_call) == []
+
+
+def test_pool_requests() -> None:
+    base = engine_pb2.PoolRequest(request_id="base", prompt_token_ids=pack([1]))
+    assert dropped(base, of_pool) == []
 
 
 @pytest.mark.parametrize("kind", ["TextServiceGenerateRequest", "GenerateStreamRequest"])
