@@ -19,6 +19,7 @@ from engine_service.server.convert_pool import to_pool_submit
 from frontend.api import grpc_text_convert as convert
 from frontend.api.grpc_text import TextServicer
 from frontend.api.grpc_text_infill import to_infill_request
+from frontend.api.grpc_text_pool import to_embed_request, to_rerank_request, to_score_request
 from tidemill.runtime.errors import ServiceError, Unsupported
 from tidemill.v1 import engine_pb2, text_pb2
 
@@ -165,6 +166,14 @@ def test_text_requests(kind: str) -> None:
 
 def test_infill_requests() -> None:
     assert dropped(text_pb2.InfillRequest(prefix="a", suffix="b", gap_tokens=1), of_infill) == []
+
+
+def test_requests_of_hidden_states() -> None:
+    ranked = {"top_n": "test_frontend_embeddings: shapes the answer"}
+    assert dropped(text_pb2.EmbedRequest(inputs=[{"text": "a"}]), to_embed_request) == []
+    assert dropped(text_pb2.ScoreRequest(), to_score_request) == []
+    base = text_pb2.RerankRequest(query="a", documents=["b"])
+    assert dropped(base, to_rerank_request, ranked) == []
 
 
 @pytest.mark.parametrize("kind", ["ChatRequest", "ChatStreamRequest"])
