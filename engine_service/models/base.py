@@ -34,7 +34,8 @@ class ModelTraits:
     intermediate_size: int
     vocab_size: int
     norm_eps: float
-    rope: RopeParameters
+    rope: RopeParameters | None
+    """None: positions are embedded, heads do not turn."""
     windows: tuple[int | None, ...]
     """Sliding window of every layer; None: the layer sees everything."""
     max_model_len: int
@@ -95,7 +96,8 @@ class CausalModel(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        """[N, V] in the model's number format, of some of forward's hidden states."""
+        """[N, V] in the model's number format, of some of forward's hidden states. Encoders, whose
+        `traits.methods` are empty, have none."""
 
     @abstractmethod
     def features(self, hidden_NE: torch.Tensor) -> torch.Tensor:

@@ -206,6 +206,7 @@ class Decoder(CausalModel):
             if traits.tie_embeddings
             else Embedding(*sizes, device=device, dtype=dtype)
         )
+        assert traits.rope is not None, "a decoder without rotary positions"
         self.rotary = RotaryTable(traits.rope, device=device)
 
     def embed(self, tokens: torch.Tensor, places_T: torch.Tensor) -> torch.Tensor:

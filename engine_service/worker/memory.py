@@ -120,7 +120,9 @@ def rehearse(
     layout = lay_out(spans, tables, logits_shift=traits.logits_shift, logit_chunk=len(spans))
     batch = bind_batch(layout, stage(columns_of(layout), device), tables)
     program = StepProgram(model=model, backend=backend, caches=caches, tables=tables, strategies=())
-    _sample(program.forward(batch), batch.decides[0], num_logits, model, tables)
+    hidden = program.forward(batch)
+    if traits.methods:
+        _sample(hidden, batch.decides[0], num_logits, model, tables)
 
 
 def whole_prompts(num_tokens: int, resolved: ResolvedConfig, block: int) -> list[Span]:

@@ -177,7 +177,7 @@ def _fill_random(slots: dict[str, torch.Tensor], seed: int, report: Report) -> N
         generator = torch.Generator(device=slot.device)
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        if name.endswith("norm.weight"):
+        if name.lower().endswith("norm.weight"):
             slot.fill_(1.0)
         elif slot.ndim == 2 and "embed" not in name:
             slot.normal_(0.0, slot.shape[1] ** -0.5, generator=generator)

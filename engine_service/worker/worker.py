@@ -31,7 +31,7 @@ from engine_service.worker.aside import num_pages_aside
 from engine_service.worker.buckets import Bucket, list_buckets
 from engine_service.worker.checkpoint import Report, fetch_checkpoint
 from engine_service.worker.graphs import StepGraphs, capture_steps
-from engine_service.worker.kv_pool import KVPool, KVRoom, count_pages, page_bytes
+from engine_service.worker.kv_pool import KVPool, KVRoom, count_pages, no_pages, page_bytes
 from engine_service.worker.memory import find_room, free_bytes
 from engine_service.worker.pool_facts import read_pool_facts
 from engine_service.worker.pool_rows import PoolRows
@@ -275,6 +275,8 @@ class Worker:
 
     def _create_pool(self, config: EngineConfig, room: KVRoom, backend: AttentionBackend) -> KVPool:
         resolved, num_layers = self.resolved, self.traits.num_layers
+        if not self.traits.methods:
+            return KVPool(backend, num_layers, no_pages(config), self.device)
         num_pages = count_pages(
             room,
             requested=config.num_pages,
