@@ -32,6 +32,7 @@ class PoolPrompt:
     pair_start: int | None
     dimensions: int | None
     normalize: bool | None
+    priority: int
 
 
 async def pool_prompt(
@@ -52,6 +53,7 @@ async def pool_prompt(
         dimensions=prompt.dimensions,
         timeout_ms=timeout_ms,
         pair_start=prompt.pair_start,
+        priority=prompt.priority,
     )
     if trace is not None:
         request.traceparent, request.tracestate = trace.traceparent, trace.state

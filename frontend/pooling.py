@@ -126,6 +126,7 @@ class PoolWalk:
             pair_start=pair_start,
             dimensions=request.dimensions,
             normalize=request.normalize,
+            priority=request.priority,
         )
 
     async def _ask(self, prompts: list[PoolPrompt]) -> PoolResult:

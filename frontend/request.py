@@ -161,6 +161,7 @@ class PoolRequest:
     normalize: bool | None = None
     truncate_prompt_tokens: int | None = None
     """Keeps this many leading tokens of every input; -1: as many as the context holds."""
+    priority: int = 0
     user: str = ""
     """Whom the client serves; for the log line only."""
     param: str = "input"

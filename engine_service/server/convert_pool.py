@@ -57,6 +57,7 @@ def to_pool_submit(request: pb.PoolRequest, remaining_s: float | None) -> core.S
         prompt=request.prompt_token_ids,
         sampling=SamplingParams(),
         decoding=DecodingChoice(),
+        priority=request.priority,
         arrival_ns=now,
         deadline_ns=now + min(limits) if limits else None,
         pool=_choice(request),

@@ -31,6 +31,8 @@ class PoolBody(Body):
     truncate_prompt_tokens: StrictInt | None = None
     """Keep this many leading tokens of every input, special ones included (of a pair the second
     text is cut); -1: as many as the context holds. Longer inputs are refused without it."""
+    priority: Int32 | None = None
+    """Higher runs sooner."""
     user: str | None = None
     """Whom the client serves; written to the request's log line, and without any other effect."""
 
@@ -85,6 +87,7 @@ def common(body: PoolBody) -> dict[str, Any]:
     return {
         "model": body.model or "",
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
+        "priority": body.priority or 0,
         "user": body.user or "",
     }
 

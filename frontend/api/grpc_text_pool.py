@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from frontend.api.grpc_text_convert import Metadata, usage_message
+from frontend.api.grpc_text_convert import Metadata, priority_of, usage_message
 from frontend.api.rerank import best_first
 from frontend.desk import FrontDesk
 from frontend.pooling import PoolResult, PoolWalk, score_pairs
@@ -27,8 +28,9 @@ class PoolMethods(ABC):
 
     async def Embed(self, request: Any, context: Any) -> Any:
         """A vector for every input."""
-        with self._ingress("Embed", context) as (ingress, _):
-            result = await PoolWalk(self._desk, to_embed_request(request), ingress).run()
+        with self._ingress("Embed", context) as (ingress, metadata):
+            wanted = to_embed_request(request, metadata)
+            result = await PoolWalk(self._desk, wanted, ingress).run()
         embeddings = [
             pb.Embedding(index=index, values=vector) for index, vector in enumerate(result.vectors)
         ]
@@ -36,13 +38,13 @@ class PoolMethods(ABC):
 
     async def Score(self, request: Any, context: Any) -> Any:
         """A number for every pair."""
-        result = await self._score("Score", to_score_request(request), context)
+        result = await self._score("Score", to_score_request, request, context)
         scores = [vector[0] for vector in result.vectors]
         return pb.ScoreResponse(scores=scores, usage=usage_message(result.usage))
 
     async def Rerank(self, request: Any, context: Any) -> Any:
         """The documents in the order in which they fit the query."""
-        result = await self._score("Rerank", to_rerank_request(request), context)
+        result = await self._score("Rerank", to_rerank_request, request, context)
         scores = [vector[0] for vector in result.vectors]
         top_n = request.top_n if request.HasField("top_n") else None
         ranked = [
@@ -51,12 +53,14 @@ class PoolMethods(ABC):
         ]
         return pb.RerankResponse(results=ranked, usage=usage_message(result.usage))
 
-    async def _score(self, method: str, wanted: PoolRequest, context: Any) -> PoolResult:
-        with self._ingress(method, context) as (ingress, _):
-            return await score_pairs(self._desk, wanted, ingress)
+    async def _score(
+        self, method: str, read: Callable[[Any, Metadata], PoolRequest], request: Any, context: Any
+    ) -> PoolResult:
+        with self._ingress(method, context) as (ingress, metadata):
+            return await score_pairs(self._desk, read(request, metadata), ingress)
 
 
-def to_embed_request(request: pb.EmbedRequest) -> PoolRequest:
+def to_embed_request(request: pb.EmbedRequest, metadata: Metadata) -> PoolRequest:
     """The request behind Embed."""
     inputs: list[PoolInput] = [
         tuple(one.tokens.token_ids) if one.WhichOneof("content") == "tokens" else one.text
@@ -64,32 +68,30 @@ def to_embed_request(request: pb.EmbedRequest) -> PoolRequest:
     ]
     return PoolRequest(
         inputs=tuple(inputs),
-        model=request.model,
         dimensions=request.dimensions if request.HasField("dimensions") else None,
         normalize=request.normalize if request.HasField("normalize") else None,
-        truncate_prompt_tokens=_kept(request),
         param="inputs",
+        **_common(request, metadata),
     )
 
 
-def to_score_request(request: pb.ScoreRequest) -> PoolRequest:
+def to_score_request(request: pb.ScoreRequest, metadata: Metadata) -> PoolRequest:
     """The request behind Score."""
     pairs = tuple(TextPair(pair.left, pair.right) for pair in request.pairs)
-    kept = _kept(request)
-    return PoolRequest(
-        inputs=pairs, model=request.model, truncate_prompt_tokens=kept, param="pairs"
-    )
+    return PoolRequest(inputs=pairs, param="pairs", **_common(request, metadata))
 
 
-def to_rerank_request(request: pb.RerankRequest) -> PoolRequest:
+def to_rerank_request(request: pb.RerankRequest, metadata: Metadata) -> PoolRequest:
     """The request behind Rerank; `top_n` shapes the answer only."""
     pairs = tuple(TextPair(request.query, document) for document in request.documents)
-    kept = _kept(request)
-    return PoolRequest(
-        inputs=pairs, model=request.model, truncate_prompt_tokens=kept, param="documents"
-    )
+    return PoolRequest(inputs=pairs, param="documents", **_common(request, metadata))
 
 
-def _kept(request: Any) -> int | None:
+def _common(request: Any, metadata: Metadata) -> dict[str, Any]:
+    """The fields of a PoolRequest that all messages give."""
     name = "truncate_prompt_tokens"
-    return getattr(request, name) if request.HasField(name) else None
+    return {
+        "model": request.model,
+        name: getattr(request, name) if request.HasField(name) else None,
+        "priority": priority_of(metadata),
+    }

@@ -8,35 +8,15 @@ import random
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from engine_service.core.messages import Abort
 from engine_service.core.params import PoolChoice
 from tests.equivalence.pooling import Outcome, make_engine, pool_reference, run, step, submit
+from tests.models.encoders import SIZES, write
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
-SIZES = {
-    "vocab_size": 120,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
 CLOSE = 1e-5
 FLAGS = {"max_model_len": 64}
-
-
-def write(folder, kind: str, seed: int = 0, **options):
-    """Saves a checkpoint with random weights and returns transformers' model of it."""
-    torch.manual_seed(seed)
-    model = getattr(transformers, kind)(transformers.BertConfig(**SIZES | options)).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_norm = name.endswith("LayerNorm.weight")
-            parameter.normal_(float(is_norm), 0.3 if is_norm or parameter.ndim == 1 else 0.2)
-    model.save_pretrained(folder)
-    return model
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,42 @@ def test_pools_as_transformers_does(checkpoint, setup, seed):
         assert outcome.num_steps > 3
 
 
+def as_sdar(config: dict) -> None:
+    config |= {"architectures": ["SDARForCausalLM"], "model_type": "sdar"}
+    config |= {"block_size": BLOCK, "mask_token_id": 3}
+
+
+def as_dream(config: dict) -> None:
+    config |= {"architectures": ["DreamModel"], "model_type": "Dream", "mask_token_id": 3}
+
+
+BLOCK = 8
+DIFFUSION = {
+    "sdar": (Case(name="sdar", kind="Qwen3", options={"head_dim": 16}, edit=as_sdar), BLOCK),
+    "dream": (Case(name="dream", kind="Qwen2", edit=as_dream), 1 << 20),
+}
+
+
+@pytest.mark.parametrize("name", DIFFUSION)
+@pytest.mark.parametrize("flags", [{}, {"token_budget": 48, "page_size": 4}])
+def test_diffusion_models_pool_what_their_masks_let_them_see(tmp_path, name, flags):
+    case, block = DIFFUSION[name]
+    model, rng = write(case, tmp_path, seed=5), random.Random(2)
+    engine = make_engine(tmp_path, **{"max_model_len": 48, **flags})
+    prompts = [prompt[:48] for prompt in prompts_of(rng, 9)]
+    for key, prompt in enumerate(prompts):
+        submit(engine, key, prompt, PoolChoice(kind=KINDS[key % 3]))
+    outcome = run(engine)
+    for key, prompt in enumerate(prompts):
+        places = torch.arange(len(prompt))
+        seen = places[None, :] < (places[:, None] // block + 1) * block
+        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+        with torch.no_grad():
+            answer = model.model(torch.tensor([prompt]), attention_mask=mask[None, None])
+        wanted = pool_reference(answer.last_hidden_state[0], KINDS[key % 3])
+        np.testing.assert_allclose(outcome.vector(key), wanted, atol=CLOSE)
+
+
 def test_the_reference_tells_kinds_apart(checkpoint):
     """The control: other kinds, prompts and lengths are further away than what we allow."""
     states = states_of(checkpoint[1], list(range(1, 30)))

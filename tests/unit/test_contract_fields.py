@@ -170,10 +170,13 @@ def test_infill_requests() -> None:
 
 def test_requests_of_hidden_states() -> None:
     ranked = {"top_n": "test_frontend_embeddings: shapes the answer"}
-    assert dropped(text_pb2.EmbedRequest(inputs=[{"text": "a"}]), to_embed_request) == []
-    assert dropped(text_pb2.ScoreRequest(), to_score_request) == []
+    base: Message = text_pb2.EmbedRequest(inputs=[{"text": "a"}])
+    assert dropped(base, lambda one: to_embed_request(one, {})) == []
+    assert dropped(text_pb2.ScoreRequest(), lambda one: to_score_request(one, {})) == []
     base = text_pb2.RerankRequest(query="a", documents=["b"])
-    assert dropped(base, to_rerank_request, ranked) == []
+    assert dropped(base, lambda one: to_rerank_request(one, {}), ranked) == []
+    first = text_pb2.ScoreRequest()
+    assert to_score_request(first, {"x-priority": "7"}).priority == 7
 
 
 @pytest.mark.parametrize("kind", ["ChatRequest", "ChatStreamRequest"])

@@ -36,6 +36,8 @@ IMPLEMENTED = {
 
 def test_every_architecture_is_found_by_name() -> None:
     assert REGISTRY.names() == (
+        "BertForSequenceClassification",
+        "BertModel",
         "DreamModel",
         "Fast_dLLM_QwenForCausalLM",
         "LLaDA2MoeModelLM",

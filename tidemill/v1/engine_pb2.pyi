@@ -577,7 +577,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs_start: _Optional[int] = ..., canvas: _Optional[_Union[CanvasRow, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ...) -> None: ...
 
 class PoolRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "task", "pooling", "normalize", "dimensions", "adapter", "timeout_ms", "pair_start", "traceparent", "tracestate")
+    __slots__ = ("request_id", "prompt_token_ids", "task", "pooling", "normalize", "dimensions", "adapter", "timeout_ms", "pair_start", "traceparent", "tracestate", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
@@ -589,6 +589,7 @@ class PoolRequest(_message.Message):
     PAIR_START_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: bytes
     task: PoolTask
@@ -600,7 +601,8 @@ class PoolRequest(_message.Message):
     pair_start: int
     traceparent: str
     tracestate: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., task: _Optional[_Union[PoolTask, str]] = ..., pooling: _Optional[_Union[PoolingKind, str]] = ..., normalize: _Optional[bool] = ..., dimensions: _Optional[int] = ..., adapter: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., pair_start: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., task: _Optional[_Union[PoolTask, str]] = ..., pooling: _Optional[_Union[PoolingKind, str]] = ..., normalize: _Optional[bool] = ..., dimensions: _Optional[int] = ..., adapter: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., pair_start: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class PoolResponse(_message.Message):
     __slots__ = ("values", "usage")
