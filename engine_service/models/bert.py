@@ -43,13 +43,15 @@ _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": (None, "absolute"),
     "is_decoder": (None, False),
     "add_cross_attention": (None, False),
-    "quantization_config": (None, {}),
+    "partial_rotary_factor": (None, 1.0),
+    "rope_scaling": (None,),
 }
 _SEGMENTS = 2
 """The most that a tokenizer tells apart; checkpoints may have vectors for more."""
 
 
 def _traits(hf_config: HFConfig, **own: Any) -> ModelTraits:
+    refuse_unknown(hf_config, implements=("hidden_act",))
     refuse_unknown(hf_config, neutral_values=_IMPLEMENTED)
     hidden_size = positive(hf_config, "hidden_size")
     num_heads = positive(hf_config, "num_attention_heads")

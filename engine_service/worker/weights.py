@@ -22,6 +22,8 @@ from tidemill.runtime.errors import InvalidRequest, NotFound, ServiceError, Unsu
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LFS_POINTER = b"version https://git-lfs"
+_BASE = "model."
+"""Ahead of the names of a decoder that was saved with its head; embedding models are saved bare."""
 _DUMMY_EMBEDDING_STD = 0.02
 
 
@@ -127,6 +129,8 @@ def _fill_from_files(
     unexpected = []
     for path in files:
         for name, tensor in _tensors(path):
+            if name not in slots and _BASE + name in slots:
+                name = _BASE + name
             if name in waiting:
                 _copy(waiting.pop(name), name, tensor, path)
                 report("weights", len(slots) - len(waiting), len(slots))

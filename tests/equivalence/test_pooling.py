@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
@@ -114,6 +115,20 @@ def test_diffusion_models_pool_what_their_masks_let_them_see(tmp_path, name, fla
             answer = model.model(torch.tensor([prompt]), attention_mask=mask[None, None])
         wanted = pool_reference(answer.last_hidden_state[0], KINDS[key % 3])
         np.testing.assert_allclose(outcome.vector(key), wanted, atol=CLOSE)
+
+
+def test_a_checkpoint_without_a_head_or_its_prefix(checkpoint, tmp_path):
+    """As embedding models are published: the decoder alone, tied, under bare names."""
+    model = checkpoint[1].model
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True}
+    path.write_text(json.dumps(config))
+    engine = make_engine(tmp_path)
+    submit(engine, 1, [5, 6, 7], PoolChoice())
+    wanted = pool_reference(states_of(checkpoint[1], [5, 6, 7]), "last")
+    np.testing.assert_allclose(run(engine).vector(1), wanted, atol=CLOSE)
 
 
 def test_the_reference_tells_kinds_apart(checkpoint):
