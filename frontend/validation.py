@@ -25,8 +25,8 @@ def check_request(request: TextRequest, facts: EngineFacts, max_n: int) -> None:
     options = request.options
     if not facts.methods:
         raise Unsupported(
-            f"the model {facts.model_id!r} is an encoder and generates no text; use it with "
-            "/v1/embeddings, /v1/score or /v1/rerank",
+            "this model is an encoder and generates no text; use it with /v1/embeddings, "
+            "/v1/score or /v1/rerank",
             reason="NOT_A_GENERATOR",
             param="model",
         )
