@@ -13,30 +13,24 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from engine_service.config import EngineConfig
 from engine_service.core.messages import EngineFacts, Fatal, Progress, Ready
 from engine_service.core.params import SamplingParams
 from engine_service.core.strategy import DecodeStrategy, Executor, ExecutorLimits, ModelFacts
+from engine_service.defaults import read_knobs, read_sampling
 from engine_service.pipe import BlockingPipe, PeerGone
 from tidemill.runtime import log
 from tidemill.runtime.errors import InvalidRequest, ServiceError
 
 if TYPE_CHECKING:
-    from engine_service.core.admission import Admission
+    from engine_service.core.pool_admission import Reception
     from engine_service.core.scheduler import Scheduler
     from engine_service.worker.checkpoint import Checkpoint, Report
 
 _PR_SET_PDEATHSIG = 1
-_SAMPLING_NAMES = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
-}
 _LOG = logging.getLogger("tidemill.rank")
 
 
@@ -62,7 +56,7 @@ def compose(config: EngineConfig, report: Report) -> Engine:
     parts = _simulate(config, report) if config.executor == "simulated" else _load(config, report)
     facts, resolved = parts.facts, parts.resolved
     scheduler = Scheduler(
-        admission=_make_admission(config, parts),
+        admission=_make_reception(config, parts),
         pages=PageManager(
             facts.num_pages,
             facts.page_size,
@@ -91,31 +85,41 @@ class _Parts:
     strategies: dict[str, DecodeStrategy]
 
 
-def _make_admission(config: EngineConfig, parts: _Parts) -> Admission:
+def _make_reception(config: EngineConfig, parts: _Parts) -> Reception:
     from engine_service.core.admission import Admission, Capacity
+    from engine_service.core.pool_admission import PoolAdmission, Reception
 
     facts, resolved = parts.facts, parts.resolved
-    return Admission(
-        model=ModelFacts(
-            vocab_size=facts.vocab_size,
-            max_model_len=facts.max_model_len,
-            eos_token_ids=facts.eos_token_ids,
-            max_logprobs=facts.max_logprobs,
-            weight_version=facts.weight_version,
-        ),
-        capacity=Capacity(
-            num_pages=facts.num_pages,
-            page_size=facts.page_size,
-            token_budget=resolved.token_budget,
-            logit_budget=resolved.logit_budget,
-            span_logits=resolved.logit_chunk,
-        ),
-        strategies=parts.strategies,
-        default_method=facts.default_method,
-        default_params=config.default_params,
-        defaults=facts.default_sampling,
-        seed=config.seed,
+    model = ModelFacts(
+        vocab_size=facts.vocab_size,
+        max_model_len=facts.max_model_len,
+        eos_token_ids=facts.eos_token_ids,
+        max_logprobs=facts.max_logprobs,
+        weight_version=facts.weight_version,
     )
+    capacity = Capacity(
+        num_pages=facts.num_pages,
+        page_size=facts.page_size,
+        token_budget=resolved.token_budget,
+        logit_budget=resolved.logit_budget,
+        span_logits=resolved.logit_chunk,
+    )
+    generation = pooling = None
+    if parts.strategies:
+        generation = Admission(
+            model=model,
+            capacity=capacity,
+            strategies=parts.strategies,
+            default_method=facts.default_method,
+            default_params=config.default_params,
+            defaults=facts.default_sampling,
+            seed=config.seed,
+        )
+    if facts.pooling is not None:
+        pooling = PoolAdmission(
+            model=model, capacity=capacity, mask_block=facts.block_length, facts=facts.pooling
+        )
+    return Reception(architecture=facts.architecture, generation=generation, pooling=pooling)
 
 
 def _load(config: EngineConfig, report: Report) -> _Parts:
@@ -172,6 +176,7 @@ def _simulate(config: EngineConfig, report: Report) -> _Parts:
         "eos_token_ids": traits.eos_token_ids,
         "tokenizer_dir": checkpoint.tokenizer_dir,
         "stage_seconds": {},
+        "pooling": None,
     }
     facts = _facts(config, found, traits, checkpoint, strategies)
     return _Parts(executor=executor, facts=facts, resolved=resolved, strategies=strategies)
@@ -200,33 +205,24 @@ def _facts(
     strategies: dict[str, DecodeStrategy],
 ) -> EngineFacts:
     method = config.default_method or traits.default_method
-    if method not in strategies:
+    if method not in strategies and (strategies or config.default_method):
         raise InvalidRequest(
-            f"default_method {method!r} is not one of this model's: {', '.join(strategies)}",
+            f"default_method {method!r} is not one of this model's: "
+            f"{', '.join(strategies) or 'none, it is an encoder'}",
             param="default_method",
         )
     defaults = SamplingParams()
     if config.generation_config == "auto":
-        defaults = _read_defaults(checkpoint.generation_config)
+        defaults = read_sampling(checkpoint.generation_config)
     return EngineFacts(
         **found,
         max_queued_requests=config.max_queued_requests,
         max_logprobs=config.max_logprobs,
         prefix_caching=config.prefix_caching,
         default_method=method,
-        default_params=asdict(strategies[method].parse(config.default_params)),
+        default_params=read_knobs(config, strategies.get(method)),
         default_sampling=defaults,
     )
-
-
-def _read_defaults(generation_config: dict[str, Any]) -> SamplingParams:
-    """Sampling defaults of the checkpoint; max_new_tokens bounds requests that set no limit."""
-    given = {
-        name: kind(generation_config[name])
-        for name, kind in _SAMPLING_NAMES.items()
-        if generation_config.get(name) is not None
-    }
-    return SamplingParams(**given, max_tokens=generation_config.get("max_new_tokens"))
 
 
 def _num_threads() -> int:

@@ -20,6 +20,7 @@ from frontend.engine_client import EngineClient
 from frontend.generation import Generation
 from frontend.messages import EngineFacts
 from frontend.metrics import Metrics
+from frontend.pooling import PoolWalk
 from frontend.request import Chat, Ingress, TextRequest
 from frontend.served import ServedModel, load_model
 from frontend.shelf import new_replica
@@ -45,7 +46,7 @@ class FrontDesk:
         self.pool = EncodePool()
         self.replica = new_replica()
         self.background = Background()
-        self._live: set[Generation] = set()
+        self._live: set[Generation | PoolWalk] = set()
         self._idle = asyncio.Event()
         self.model: ServedModel | None = None
         self.is_draining = False
@@ -95,13 +96,13 @@ class FrontDesk:
         """Requests in this process."""
         return len(self._live)
 
-    def entered(self, generation: Generation) -> None:
+    def entered(self, walk: Generation | PoolWalk) -> None:
         """A request has come in."""
-        self._live.add(generation)
+        self._live.add(walk)
 
-    def left(self, generation: Generation) -> None:
+    def left(self, walk: Generation | PoolWalk) -> None:
         """A request has ended; the last one ends a drain."""
-        self._live.discard(generation)
+        self._live.discard(walk)
         if not self._live:
             self._idle.set()
 

@@ -68,7 +68,7 @@ class EngineClient:
         self._ready = asyncio.Event()
         self._draining = False
         self._task: asyncio.Task[None] | None = None
-        self._channel: grpc.aio.Channel | None = None
+        self.channel: grpc.aio.Channel | None = None
         self.instance_id = ""
         self.load = Load()
         self.last_error = f"no connection to the engine at {address} yet"
@@ -76,7 +76,7 @@ class EngineClient:
 
     def start(self) -> None:
         """Begins connecting in the background. Call in the running loop, once."""
-        self._channel = grpc.aio.insecure_channel(self._address, options=self._options)
+        self.channel = grpc.aio.insecure_channel(self._address, options=self._options)
         self._task = asyncio.create_task(self._stay_connected(), name="engine-session")
 
     async def close(self) -> None:
@@ -84,8 +84,8 @@ class EngineClient:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        if self._channel is not None:
-            await self._channel.close()
+        if self.channel is not None:
+            await self.channel.close()
 
     @property
     def state(self) -> str:
@@ -151,7 +151,7 @@ class EngineClient:
 
     async def fetch_tokenizer(self, folder: Path) -> None:
         """Writes the engine's tokenizer files into `folder`, and checks their digest."""
-        stub = _info(self._channel)
+        stub = _info(self.channel)
         stream = stub.GetTokenizer(pb.GetTokenizerRequest(), timeout=60)
         try:
             await convert.unpack_tokenizer(stream, folder)
@@ -211,10 +211,10 @@ class EngineClient:
 
     async def _serve_session(self) -> None:
         """From the first question to the loss of the session."""
-        ask = _info(self._channel).GetEngineInfo
+        ask = _info(self.channel).GetEngineInfo
         answer = await ask(pb.GetEngineInfoRequest(), timeout=_ANSWER_S)
         await self._on_connected(convert.to_facts(answer))
-        session = rpc.EngineServiceStub(self._channel).Session()
+        session = rpc.EngineServiceStub(self.channel).Session()
         writer: asyncio.Task[None] | None = None
         try:
             hello = pb.Hello(protocol_major=_PROTOCOL[0], protocol_minor=_PROTOCOL[1])

@@ -25,6 +25,11 @@ from frontend.messages import (
 from tidemill.runtime.errors import FailedPrecondition, ServiceError, from_grpc_code
 from tidemill.v1 import engine_pb2 as pb
 
+_POOL_TASKS = {
+    pb.POOL_TASK_EMBED: "embed",
+    pb.POOL_TASK_CLASSIFY: "classify",
+    pb.POOL_TASK_SCORE: "score",
+}
 _MAX_TOKENIZER_BYTES = 256 << 20
 
 
@@ -76,6 +81,8 @@ def to_facts(answer: pb.GetEngineInfoResponse) -> EngineFacts:
         block_length=decoding.block_length,
         mask_token_id=decoding.mask_token_id if decoding.HasField("mask_token_id") else None,
         eos_token_ids=tuple(answer.eos_token_ids),
+        pool_tasks=tuple(_POOL_TASKS[task] for task in answer.pooling.tasks if task in _POOL_TASKS),
+        embedding_size=answer.pooling.dimensions,
     )
 
 

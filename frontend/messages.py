@@ -131,6 +131,10 @@ class EngineFacts:
     tokenizer_sha256: str
     default_method: str
     methods: tuple[str, ...]
+    """Empty: it is an encoder and generates nothing."""
     block_length: int
     mask_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    pool_tasks: tuple[str, ...] = ()
+    """Of embed, classify and score, what its hidden states serve."""
+    embedding_size: int = 0

@@ -6,7 +6,7 @@ It does not know either of them, nor the engine's wire format.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tidemill.runtime.telemetry import Span
 
@@ -134,3 +134,35 @@ class Ingress:
     created: int
     span: Span
     deadline: float | None = None
+
+
+class TextPair(NamedTuple):
+    """Two texts that a model is to read together."""
+
+    left: str
+    right: str
+
+
+PoolInput = str | tuple[int, ...] | TextPair
+"""Text, token ids, or two texts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolRequest:
+    """Inputs whose hidden states are wanted; nothing is generated. None takes the engine's default.
+
+    `task` is embed or score; the latter goes through the model's head, of a single label.
+    """
+
+    inputs: tuple[PoolInput, ...]
+    task: str = "embed"
+    model: str = ""
+    dimensions: int | None = None
+    normalize: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    """Keeps this many leading tokens of every input; -1: as many as the context holds."""
+    priority: int = 0
+    user: str = ""
+    """Whom the client serves; for the log line only."""
+    param: str = "input"
+    """The field that an input's faults are reported under."""

@@ -106,6 +106,36 @@ class TextTokenizer:
         except (UnicodeEncodeError, TypeError) as failure:
             raise InvalidRequest(f"the text is not valid Unicode: {failure}") from failure
 
+    def encode_input(
+        self, text: str, second: str | None = None, *, keep: int | None = None
+    ) -> tuple[list[int], int | None]:
+        """Token ids of a text, or of two, with the model's special tokens, and where the second
+        one starts (None without one).
+
+        At most `keep` tokens, special ones included: the end is cut, of a pair that of the second
+        text. Raises InvalidRequest where `keep` leaves no room.
+        """
+        try:
+            own = self._tokenizer.encode(text, add_special_tokens=False)
+            other = None
+            if second is not None:
+                other = self._tokenizer.encode(second, add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError) as failure:
+            raise InvalidRequest(f"the text is not valid Unicode: {failure}") from failure
+        if keep is not None:
+            room = keep - self._tokenizer.num_special_tokens_to_add(other is not None)
+            room -= 0 if other is None else len(own.ids)
+            if room < 1:
+                raise InvalidRequest(
+                    f"truncate_prompt_tokens is {keep}, which leaves no room beside special tokens"
+                    f"{'' if other is None else ' and the first text'}; raise it by {1 - room} at "
+                    "least",
+                    param="truncate_prompt_tokens",
+                )
+            (own if other is None else other).truncate(room)
+        merged = self._tokenizer.post_process(own, other, True)
+        return merged.ids, None if other is None else merged.sequence_ids.index(1)
+
     def least_tokens(self, text: str) -> int:
         """A lower bound of the tokens of `text` without encoding it, which takes 1 s per MB."""
         return len(text) // self._most_chars if self._most_chars else 0

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from frontend.messages import EngineFacts
 from frontend.request import Options, TextRequest
-from tidemill.runtime.errors import InvalidRequest
+from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -21,8 +21,15 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 def check_request(request: TextRequest, facts: EngineFacts, max_n: int) -> None:
-    """Raises InvalidRequest naming the parameter."""
+    """Raises InvalidRequest naming the parameter, and Unsupported for encoders."""
     options = request.options
+    if not facts.methods:
+        raise Unsupported(
+            "this model is an encoder and generates no text; use it with /v1/embeddings, "
+            "/v1/score or /v1/rerank",
+            reason="NOT_A_GENERATOR",
+            param="model",
+        )
     _check_counts(request, max_n)
     if len(options.cache_salt) > MAX_SALT_CHARS:
         raise InvalidRequest(

@@ -26,7 +26,7 @@ from typing import Any
 
 import grpc
 
-from tidemill.conversation import Conversation
+from tidemill.conversation import Conversation, Fields
 from tidemill.exchange import (
     CallOptions,
     Completion,
@@ -46,12 +46,13 @@ from tidemill.runtime.rpc import channel_options, to_error
 from tidemill.sampling_params import SamplingParams
 from tidemill.v1 import text_pb2 as pb
 from tidemill.v1 import text_pb2_grpc as rpc
+from tidemill.vectors import AsyncPoolCalls, PoolCalls
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 _MAX_MESSAGE_BYTES = 64 << 20
 
 
-class Client:
+class Client(PoolCalls):
     """A blocking client. Thread-safe; use as a context manager or call `close`."""
 
     def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
@@ -145,6 +146,9 @@ class Client:
         card: pb.ModelCard = self._call("GetModel", pb.GetModelRequest(id=name), None).model
         return card
 
+    def _pooled(self, method: str, given: Fields, options: CallOptions | None) -> Any:
+        return self._call(method, getattr(pb, f"{method}Request")(**given), options)
+
     def _call(self, method: str, request: Any, options: CallOptions | None) -> Any:
         try:
             return getattr(self._stub, method)(
@@ -166,7 +170,7 @@ class Client:
             call.cancel()
 
 
-class AsyncClient:
+class AsyncClient(AsyncPoolCalls):
     """A client for asyncio; make it inside the running loop. The methods are those of Client."""
 
     def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
@@ -264,6 +268,9 @@ class AsyncClient:
         """One model's card. Raises NotFound."""
         card: pb.ModelCard = (await self._call("GetModel", pb.GetModelRequest(id=name), None)).model
         return card
+
+    async def _pooled(self, method: str, given: Fields, options: CallOptions | None) -> Any:
+        return await self._call(method, getattr(pb, f"{method}Request")(**given), options)
 
     async def _call(self, method: str, request: Any, options: CallOptions | None) -> Any:
         call = getattr(self._stub, method)(

@@ -16,7 +16,8 @@ from typing import Any, cast
 
 from engine_service.config import EngineConfig
 from engine_service.core.loop import CoreLoop
-from engine_service.core.messages import Abort, FinishReason
+from engine_service.core.messages import Abort, Finish, FinishReason
+from engine_service.core.params import PoolChoice
 from engine_service.rank import compose
 from frontend.request import Chat
 from frontend.template import load_template
@@ -30,10 +31,12 @@ from tidemill.offline import (
     spread,
     to_submits,
 )
-from tidemill.outputs import RequestOutput
+from tidemill.outputs import EmbeddingOutput, RequestOutput
+from tidemill.pooled import PoolPrompt, PoolReader, as_pairs, cosines, to_output, to_vector
 from tidemill.prompts import Prompt, PromptReader, as_list, one_per_prompt, with_suffixes
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 from tidemill.sampling_params import SamplingParams
+from tidemill.vectors import Input, as_inputs
 
 
 class LLM:
@@ -82,6 +85,8 @@ class LLM:
         self._keys = itertools.count(1)
         self._live: dict[int, Line] = {}
         self._requests: dict[str, Pending] = {}
+        self._pooled: dict[int, Finish | None] = {}
+        """By key: how a prompt that is pooled has ended, if it has."""
 
     def generate(
         self,
@@ -144,6 +149,45 @@ class LLM:
         """
         return self.generate(with_suffixes(prefix, suffix), sampling_params, use_tqdm)
 
+    def embed(
+        self,
+        inputs: Input | Sequence[Input],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingOutput]:
+        """A vector for every text or list of token ids, in their order.
+
+        `pooling` is mean, last or cls, by default the checkpoint's way. `dimensions` keeps that
+        many leading features, of vectors of length 1 unless `normalize` is False;
+        `truncate_prompt_tokens` that many leading tokens, -1: what the context holds.
+        """
+        choice = PoolChoice(kind=pooling, normalize=normalize, dimensions=dimensions)
+        reader = self._pool_reader(truncate_prompt_tokens)
+        prompts = [reader.read(one, choice) for one in as_inputs(inputs)]
+        return [to_output(*pair) for pair in zip(prompts, self._pool(prompts), strict=True)]
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[float]:
+        """How well the texts of every pair go together, the higher the better: what a cross-encoder
+        says, of other models the cosine of the embeddings. One `text_1` serves all of `text_2`.
+        """
+        pairs = as_pairs(text_1, text_2)
+        reader = self._pool_reader(truncate_prompt_tokens)
+        if reader.reads_pairs:
+            prompts = [reader.read_pair(*pair) for pair in pairs]
+            return [to_vector(finish)[0] for finish in self._pool(prompts)]
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        outputs = self.embed(texts, normalize=True, truncate_prompt_tokens=truncate_prompt_tokens)
+        return cosines(pairs, {t: o.embedding for t, o in zip(texts, outputs, strict=True)})
+
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Queues one prompt and returns its id; `step` makes it progress.
 
@@ -175,10 +219,12 @@ class LLM:
         for output in self._mail.take():
             for key, count, stop_string in spread(output, self._live):
                 self._scheduler.abort(Abort(key, FinishReason.STOP_STRING, count, stop_string))
-            for row, _ in output.finished:
+            for row, finish in output.finished:
                 line = self._live.pop(output.keys[row], None)
                 if line is not None:
                     finished[line.request_id] = self._requests[line.request_id]
+                elif output.keys[row] in self._pooled:
+                    self._pooled[output.keys[row]] = finish
         return [pending.output for pending in finished.values() if pending.is_finished]
 
     def get_output(self, request_id: str) -> RequestOutput | None:
@@ -194,6 +240,27 @@ class LLM:
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
         return self._scheduler.has_work
+
+    def _pool_reader(self, keep: int | None) -> PoolReader:
+        return PoolReader(self._tokenizer, self.facts, keep)
+
+    def _pool(self, prompts: Sequence[PoolPrompt]) -> list[Finish]:
+        """Runs prompts that are pooled to their ends; nothing of them is left whatever happens."""
+        keys: list[int] = []
+        try:
+            for prompt in prompts:
+                submit = prompt.to_submit(next(self._keys))
+                self._scheduler.submit(submit)
+                keys.append(submit.key)
+                self._pooled[submit.key] = None
+            with calm_collector():
+                while any(self._pooled[key] is None for key in keys):
+                    self.step()
+            return [cast("Finish", self._pooled[key]) for key in keys]
+        finally:
+            for key in keys:
+                self._scheduler.abort(Abort(key))
+                del self._pooled[key]
 
     def _run(self, request_ids: list[str], use_tqdm: bool) -> None:
         from tqdm import tqdm

@@ -1,4 +1,4 @@
-"""What `LLM.generate` returns. Plain values; it does not know how they came about."""
+"""What `LLM.generate` and `LLM.embed` return. Plain values, whichever way they came about."""
 
 from __future__ import annotations
 
@@ -46,6 +46,16 @@ class RequestUsage:
     forward_passes: int
     denoise_steps: int
     preemptions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingOutput:
+    """What `LLM.embed` returns for an input."""
+
+    prompt_token_ids: list[int]
+    embedding: list[float]
+    cached_tokens: int
+    """Leading tokens of the prompt whose keys and values were found in the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from engine_service.core.checks import (
     check_token_ids,
     check_whole,
     penalty_is_neutral,
+    read_token_ids,
 )
 from engine_service.core.messages import Submit
 from engine_service.core.params import (
@@ -84,7 +85,7 @@ class Admission:
         """Raises InvalidRequest or Unsupported; the error's `param` names the field."""
         if submit.fairness_key:
             raise Unsupported("fairness_key is not served by this build", param="fairness_key")
-        token_ids = self._read_prompt(submit.prompt)
+        token_ids = read_token_ids("prompt_token_ids", submit.prompt, self._model.vocab_size)
         strategy, params = self._choose_method(submit.decoding)
         _check_supported(strategy, submit)
         asked = _with_defaults(submit.sampling, self._defaults, strategy)
@@ -98,22 +99,6 @@ class Admission:
         least = max(asked.min_tokens or 0, output_through(pinned, prompt_len))
         sampling = self._resolve(replace(asked, min_tokens=least), max_tokens, submit.choice)
         return Admitted(token_ids, strategy, params, sampling, pinned)
-
-    def _read_prompt(self, prompt: bytes) -> list[int]:
-        if not prompt:
-            raise InvalidRequest(
-                "The prompt is empty; it needs at least one token.", param="prompt_token_ids"
-            )
-        if len(prompt) % 4:
-            raise InvalidRequest(
-                f"prompt_token_ids has {len(prompt)} bytes; it must be packed little-endian "
-                "uint32, 4 bytes a token.",
-                param="prompt_token_ids",
-            )
-        # Twice as fast as struct on long prompts; every machine served has this byte order.
-        token_ids = memoryview(prompt).cast("I").tolist()
-        check_token_ids("prompt_token_ids", token_ids, self._model.vocab_size)
-        return token_ids
 
     def _choose_method(self, choice: DecodingChoice) -> tuple[DecodeStrategy, Any]:
         """The strategy and its typed knobs; the engine's default knobs belong to its own method."""

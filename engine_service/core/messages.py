@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from engine_service.core.params import DecodingChoice, SamplingParams
+from engine_service.core.params import DecodingChoice, PoolChoice, PoolFacts, SamplingParams
 from engine_service.core.step import Canvas, TokenLogprobs
 from tidemill.runtime.errors import ServiceError
 
@@ -46,6 +46,8 @@ class Submit:
     emit_canvas: bool = False
     pinned: tuple[tuple[int, int], ...] = ()
     """Tokens that are given behind the prompt: (absolute position, token id)."""
+    pool: PoolChoice | None = None
+    """Nothing is generated: the prompt's hidden states are wanted."""
 
 
 class Abort(NamedTuple):
@@ -93,6 +95,8 @@ class Finish(NamedTuple):
     timings: Timings
     pauses: tuple[tuple[int, int], ...] = ()
     """Monotonic (preempted, resumed) times, the first MAX_PAUSES of them."""
+    vector: bytes = b""
+    """What a request to pool asked for: little-endian float32."""
 
 
 class Load(NamedTuple):
@@ -185,4 +189,6 @@ class EngineFacts:
     default_sampling: SamplingParams
     tokenizer_dir: str
     """Folder with the tokenizer's files; empty when the checkpoint has none."""
+    pooling: PoolFacts | None
+    """None: there are no hidden states."""
     stage_seconds: dict[str, float]

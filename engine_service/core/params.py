@@ -80,3 +80,50 @@ class SchedulerLimits:
     """Query tokens per step of canvases that are computed whole; the last one may overdraw it."""
     max_queued_requests: int
     age_bound_s: float
+
+
+POOLING_KINDS = ("mean", "last", "cls")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolChoice:
+    """What a caller wants of a prompt's hidden states. None: the model's default."""
+
+    task: str = "embed"
+    """embed, classify (a probability per label) or score (that of the one label)."""
+    kind: str | None = None
+    """mean, last or cls."""
+    normalize: bool | None = None
+    dimensions: int | None = None
+    pair_start: int | None = None
+    """Position of the first token of the second text; None: there is one text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """PoolChoice after admission."""
+
+    kind: str
+    classifies: bool = False
+    """The pooled state goes through the model's classification head; nothing else counts then."""
+    normalize: bool = False
+    dimensions: int = 0
+    """Leading features that are kept (Matryoshka; Kusupati et al. 2022, arXiv 2205.13147)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolFacts:
+    """What a model's hidden states can be pooled into."""
+
+    architecture: str
+    dimensions: int
+    """Features of an embedding."""
+    kind: str
+    """How its embeddings are pooled, unless a request says otherwise."""
+    normalize: bool = True
+    num_labels: int = 0
+    """Of the classification head; 0: it has none."""
+    num_segments: int = 1
+    """Texts that the model tells apart in one prompt."""
+    refusal: str = ""
+    """Why its embeddings are not served; empty: they are."""

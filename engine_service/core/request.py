@@ -26,6 +26,7 @@ class Ending(NamedTuple):
     detail: str = ""
     stop_token_id: int | None = None
     output_tokens: int | None = None
+    vector: bytes = b""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -156,5 +157,11 @@ class Request:
         )
         self.resume(now_ns)
         return Finish(
-            ending.reason, ending.stop_token_id, ending.detail, usage, timings, self.pauses
+            ending.reason,
+            ending.stop_token_id,
+            ending.detail,
+            usage,
+            timings,
+            self.pauses,
+            ending.vector,
         )

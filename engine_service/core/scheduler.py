@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from engine_service.core.admission import Admission
 from engine_service.core.draft import StepDraft
 from engine_service.core.finish import find_stop
 from engine_service.core.messages import Abort, FinishReason, Load, StepOutput, Submit
@@ -19,6 +18,7 @@ from engine_service.core.pages import PageManager
 from engine_service.core.params import ResolvedSampling, SchedulerLimits
 from engine_service.core.pinning import keep_pinned, pin, pinned_from
 from engine_service.core.planner import Planner
+from engine_service.core.pool_admission import Admits
 from engine_service.core.request import Ending, Request
 from engine_service.core.step import (
     EMPTY_CANVAS,
@@ -42,7 +42,7 @@ class Scheduler:
     def __init__(
         self,
         *,
-        admission: Admission,
+        admission: Admits,
         pages: PageManager,
         limits: SchedulerLimits,
         clock: Callable[[], int] = time.monotonic_ns,
@@ -266,6 +266,8 @@ class Scheduler:
             self._output.canvas(self._output.row_of(request.key), len(committed), canvas)
         if stop:
             self._end(request, Ending(stop.reason, stop.detail, stop.stop_token_id), now)
+        elif decision is not None and decision.vector is not None:
+            self._end(request, Ending(FinishReason.LENGTH, vector=decision.vector), now)
 
     def _report_scores(self, request: Request, span: Span, decision: Decision | None) -> None:
         assert decision is not None, "a prompt was scored without a decision"

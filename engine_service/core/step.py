@@ -188,6 +188,8 @@ class Decision(NamedTuple):
     logprobs: list[TokenLogprobs | None] | None = None
     scores: list[TokenLogprobs] | None = None
     confidence: list[float] | None = None
+    vector: bytes | None = None
+    """What a prompt was pooled into: little-endian float32."""
 
 
 class Decisions(NamedTuple):

@@ -1,9 +1,10 @@
-"""RMSNorm as a layer. The arithmetic lives in kernels/norm.py."""
+"""Norms as layers. The arithmetic of RMSNorm lives in kernels/norm.py."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from engine_service.kernels.norm import rms_norm
 
@@ -20,6 +21,25 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Same shape as x."""
         return rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / deviation * weight + bias over the last axis, statistics in float32 at least."""
+
+    def __init__(self, size: int, eps: float, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        weight, bias = (torch.empty(size, device=device, dtype=dtype) for _ in range(2))
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = nn.Parameter(bias, requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Same shape as x."""
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def slots(self, prefix: str) -> dict[str, torch.Tensor]:
+        """Checkpoint names to the parameters that take them."""
+        return {f"{prefix}.weight": self.weight, f"{prefix}.bias": self.bias}
 
 
 class HeadNorm(nn.Module):

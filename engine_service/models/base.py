@@ -34,7 +34,8 @@ class ModelTraits:
     intermediate_size: int
     vocab_size: int
     norm_eps: float
-    rope: RopeParameters
+    rope: RopeParameters | None
+    """None: positions are embedded, heads do not turn."""
     windows: tuple[int | None, ...]
     """Sliding window of every layer; None: the layer sees everything."""
     max_model_len: int
@@ -49,6 +50,13 @@ class ModelTraits:
     """The token at position p is decided from the logits of query p - logits_shift."""
     default_method: str = "autoregressive"
     methods: tuple[str, ...] = ("autoregressive",)
+    """How it generates; empty: it is an encoder."""
+    pooling: str = "last"
+    """How its hidden states make an embedding, unless the checkpoint says so: mean, last or cls."""
+    num_labels: int = 0
+    """Of its classification head; 0: it has none."""
+    num_segments: int = 1
+    """Texts that it tells apart in one prompt."""
 
 
 class CausalModel(nn.Module, ABC):
@@ -88,7 +96,16 @@ class CausalModel(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        """[N, V] in the model's number format, of some of forward's hidden states."""
+        """[N, V] in the model's number format, of some of forward's hidden states. Encoders, whose
+        `traits.methods` are empty, have none."""
+
+    @abstractmethod
+    def features(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """[N, E] last hidden states, of some of forward's: what embeddings are pooled from."""
+
+    def label_probs(self, pooled_NE: torch.Tensor) -> torch.Tensor:
+        """[N, L] probabilities of labels, of pooled states; only where `traits.num_labels`."""
+        raise NotImplementedError(f"{self.traits.architecture} has no classification head")
 
     def head_factors(self, hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(x [N, E], W [V, E]) whose product x W^T `logits` are; None where they are more."""

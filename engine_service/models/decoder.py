@@ -206,6 +206,7 @@ class Decoder(CausalModel):
             if traits.tie_embeddings
             else Embedding(*sizes, device=device, dtype=dtype)
         )
+        assert traits.rope is not None, "a decoder without rotary positions"
         self.rotary = RotaryTable(traits.rope, device=device)
 
     def embed(self, tokens: torch.Tensor, places_T: torch.Tensor) -> torch.Tensor:
@@ -223,6 +224,9 @@ class Decoder(CausalModel):
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         return self.head.logits(hidden_NE, self.norm)
+
+    def features(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden_NE)
 
     def head_factors(self, hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.norm(hidden_NE), self.head.weight

@@ -74,7 +74,7 @@ def decoder_traits(
         windows=windows,
         max_model_len=scaled_max_len(rope, positive(hf_config, "max_position_embeddings")),
         tie_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
-        dtype=_dtype(hf_config),
+        dtype=read_dtype(hf_config),
         eos_token_ids=token_ids(hf_config.get("eos_token_id")),
         **overrides,
     )
@@ -173,7 +173,8 @@ def refuse_unknown(
             )
 
 
-def _dtype(hf_config: HFConfig) -> str:
+def read_dtype(hf_config: HFConfig) -> str:
+    """float32, bfloat16 or float16; raises Unsupported for others."""
     name = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32")
     name = name.removeprefix("torch.")
     if name not in _DTYPES:

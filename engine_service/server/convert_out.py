@@ -15,6 +15,7 @@ from google.protobuf.struct_pb2 import Struct
 from engine_service.core import messages as core
 from engine_service.core.step import Canvas, TokenLogprobs
 from engine_service.server.convert import PROTOCOL, SCALARS
+from engine_service.server.convert_pool import pooling_message
 from engine_service.server.outlet import (
     Draining,
     Failure,
@@ -249,4 +250,5 @@ def engine_info(
         features=FEATURES,
         default_sampling=pb.SamplingParams(**defaults),
         eos_token_ids=facts.eos_token_ids,
+        pooling=None if facts.pooling is None else pooling_message(facts.pooling),
     )

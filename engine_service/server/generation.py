@@ -15,7 +15,7 @@ from engine_service.server.desk import Desk
 from engine_service.server.outlet import Failure, Outlet, StepRows
 from tidemill.runtime.errors import ServiceError
 
-_CLOCK_SLACK_NS = 5_000_000  # a client's own deadline timer may fire this much before ours
+CLOCK_SLACK_NS = 5_000_000  # a client's own deadline timer may fire this much before ours
 
 
 class Generation:
@@ -52,7 +52,7 @@ class Generation:
     def _release_all(self) -> None:
         """gRPC cancels the call when its deadline passes: that is a DEADLINE, not an abort."""
         late = self._deadline_ns is not None
-        late = late and time.monotonic_ns() >= (self._deadline_ns or 0) - _CLOCK_SLACK_NS
+        late = late and time.monotonic_ns() >= (self._deadline_ns or 0) - CLOCK_SLACK_NS
         reason = FinishReason.DEADLINE if late else FinishReason.ABORTED
         for key in self._keys.values():
             self._desk.core.release(key, reason)

@@ -13,6 +13,7 @@ from tidemill.runtime.errors import ServiceError
 from tidemill.runtime.telemetry import Attributes, Span, Tracer, epoch_ns, parse
 
 SPAN = "tidemill.v1.EngineService/Generate"
+_POOL_SPAN = "tidemill.v1.EngineService/Pool"
 _FAILED = {
     FinishReason.ABORTED: "aborted",
     FinishReason.DEADLINE: "deadline exceeded",
@@ -24,7 +25,8 @@ def trace_request(
     tracer: Tracer, submit: Submit, parent: tuple[str, str], block_length: int
 ) -> Ended:
     """Opens the request's SERVER span below (traceparent, tracestate); the result closes it."""
-    span = tracer.start(SPAN, parse(*parent), start_ns=epoch_ns(submit.arrival_ns))
+    name = SPAN if submit.pool is None else _POOL_SPAN
+    span = tracer.start(name, parse(*parent), start_ns=epoch_ns(submit.arrival_ns))
     if not span.recording:
         return _untraced
 

@@ -10,8 +10,8 @@ from typing import Any
 from engine_service.server.convert_out import abort_response
 from engine_service.server.desk import Desk
 from engine_service.server.generation import Generation
+from engine_service.server.pool_call import PoolCall
 from engine_service.server.session import Session
-from tidemill.runtime.errors import Unsupported
 from tidemill.runtime.rpc import answering
 from tidemill.v1 import engine_pb2_grpc
 
@@ -30,7 +30,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     async def Pool(self, request: Any, context: Any) -> Any:
         async with answering(context):
-            raise Unsupported("EngineService.Pool: this engine does not serve pooling yet")
+            return await PoolCall(self._desk).run(request, context.time_remaining())
 
     async def Abort(self, request: Any, context: Any) -> Any:
         """All ids are looked at before anything is answered; repeating a call changes nothing."""

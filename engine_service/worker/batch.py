@@ -14,6 +14,7 @@ import torch
 from engine_service.attention.base import AttentionBatch, KeptKeys, LayerCache
 from engine_service.worker.aside import AsideLayout, KeptLayout
 from engine_service.worker.layout import StepLayout
+from engine_service.worker.pooling import PoolLayout, PoolPart
 from engine_service.worker.tables import RowTables
 from engine_service.worker.wanted import DecideLayout, ScoreLayout
 
@@ -82,6 +83,7 @@ class ForwardBatch:
     aside: AsidePart | None
     decides: tuple[DecidePart, ...]
     scores: ScorePart | None
+    pools: PoolPart | None
 
 
 def columns_of(layout: StepLayout) -> list[np.ndarray]:
@@ -102,6 +104,8 @@ def columns_of(layout: StepLayout) -> list[np.ndarray]:
             own += [part.guided, part.unguided_queries]
     if layout.scores is not None:
         own += [layout.scores.queries, layout.scores.places]
+    if layout.pools is not None:
+        own += layout.pools.columns
     if layout.slot_positions is not None:
         own.append(layout.slot_positions)
     return own if layout.aside is None else own + _columns_aside(layout.aside)
@@ -119,6 +123,7 @@ def bind_batch(
         queries, known = _next(rest, 2)
         token_ids = tables.sampling.tokens.view(-1).index_select(0, known)
         scores = ScorePart(layout=layout.scores, queries=queries, token_ids=token_ids)
+    pools = None if layout.pools is None else _pool_part(layout.pools, rest)
     slot_positions = positions if layout.slot_positions is None else next(rest)
     attention = None
     if len(layout.rows):
@@ -145,6 +150,7 @@ def bind_batch(
         aside=aside,
         decides=decides,
         scores=scores,
+        pools=pools,
     )
 
 
@@ -176,6 +182,11 @@ def _aside_part(
         spans=aside.spans,
     )
     return AsidePart(first=aside.first, attention=attention, layout=aside.kept, kept=tuple(rest))
+
+
+def _pool_part(layout: PoolLayout, rest: Iterator[torch.Tensor]) -> PoolPart:
+    names = [field.name for field in fields(PoolPart)[1:]]
+    return PoolPart(layout=layout, **dict(zip(names, _next(rest, len(names)), strict=True)))
 
 
 def _decide_part(layout: DecideLayout, rest: Iterator[torch.Tensor]) -> DecidePart:

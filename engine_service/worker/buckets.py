@@ -118,7 +118,8 @@ def list_buckets(
 
 def find_bucket(layout: StepLayout, buckets: Sequence[Bucket]) -> Bucket | None:
     """The first bucket with room for the step; None where it must be launched."""
-    if layout.scores is not None or layout.aside is not None or len(layout.decides) != 1:
+    is_special = layout.scores or layout.pools or layout.aside
+    if is_special is not None or len(layout.decides) != 1:
         return None
     rows, tokens = len(layout.rows), len(layout.places)
     longest, decided = layout.max_query_len, len(layout.decides[0].positions)

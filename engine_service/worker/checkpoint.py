@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from engine_service.config import EngineConfig
 from engine_service.worker.hub import download
@@ -21,6 +21,7 @@ from tidemill.runtime.errors import InvalidRequest, NotFound
 Report = Callable[[str, int, int], None]
 """Called as (stage, done, total) during start-up; total 0: no number known."""
 
+_Json = TypeVar("_Json", dict[str, Any], list[Any])
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
@@ -62,6 +63,15 @@ def fetch_checkpoint(config: EngineConfig, report: Report) -> Checkpoint:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file, None where there is no file; raises InvalidRequest otherwise."""
+    return _read_json(path, dict)
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """The objects of the array in a JSON file, none where there is no file."""
+    return [one for one in _read_json(path, list) or () if isinstance(one, dict)]
+
+
+def _read_json(path: Path, kind: type[_Json]) -> _Json | None:
     if not path.is_file():
         return None
     try:
@@ -72,9 +82,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
             reason="CHECKPOINT_CORRUPT",
             param="model",
         ) from error
-    if not isinstance(content, dict):
+    if not isinstance(content, kind):
+        wanted = "object" if kind is dict else "array"
         raise InvalidRequest(
-            f"{path} must hold a JSON object, found {type(content).__name__}",
+            f"{path} must hold a JSON {wanted}, found {type(content).__name__}",
             reason="CHECKPOINT_CORRUPT",
             param="model",
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from engine_service.attention.base import AttentionBackend, AttentionShape
+from engine_service.config import EngineConfig
 from tidemill.runtime.errors import InvalidRequest
 
 _MIB = 1 << 20
@@ -86,6 +87,17 @@ def count_pages(
             "estimated_max_model_len": str(longest),
         },
     )
+
+
+def no_pages(config: EngineConfig) -> int:
+    """Of an encoder, whose keys and values are wanted within a step only."""
+    if config.num_pages is not None:
+        raise InvalidRequest(
+            f"num_pages is {config.num_pages}, and this model is an encoder, which keeps no keys"
+            " and values; leave it out",
+            param="num_pages",
+        )
+    return 0
 
 
 def _mib(size: int) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 
 from engine_service.core.step import Span, SteadyRows
 from engine_service.worker.aside import AsideLayout, ChoiceOf, lay_out_aside
+from engine_service.worker.pooling import PoolLayout, lay_out_pooled, without_pooled
 from engine_service.worker.tables import RowTables
 from engine_service.worker.wanted import (
     Columns,
@@ -62,6 +63,7 @@ class StepLayout:
     all_causal: bool
     decides: tuple[DecideLayout, ...]
     scores: ScoreLayout | None
+    pools: PoolLayout | None
     aside: AsideLayout | None
 
     @property
@@ -95,6 +97,8 @@ def lay_out(
     cu_seqlens = running_sum(lengths)
     offsets = cu_seqlens[:-1] - columns.start - logits_shift
     queries = Queries(columns, order, cu_seqlens, offsets, num_copies)
+    pools = lay_out_pooled(queries, tables.pooled, logit_chunk)
+    queries = queries._replace(columns=without_pooled(columns, tables.pooled))
     num_spans = len(lengths)
     owners = np.arange(num_spans).repeat(lengths)
     positions = np.arange(int(cu_seqlens[-1])) + (columns.start - cu_seqlens[:-1])[owners]
@@ -115,6 +119,7 @@ def lay_out(
         positions=positions,
         decides=tuple(lay_out_decided(queries, tables, logit_chunk)),
         scores=lay_out_scored(queries, tables),
+        pools=pools,
         aside=aside,
     )
 

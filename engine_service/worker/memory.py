@@ -127,7 +127,10 @@ def rehearse(
     layout = lay_out(spans, tables, logits_shift=traits.logits_shift, logit_chunk=len(spans))
     batch = bind_batch(layout, stage(columns_of(layout), device), tables)
     program = StepProgram(model=model, backend=backend, caches=caches, tables=tables, strategies=())
-    hidden, part = program.forward(batch), batch.decides[0]
+    hidden = program.forward(batch)
+    if not traits.methods:
+        return
+    part = batch.decides[0]
     if traits.mask_token_id is not None:
         # First the way of plain rows, before all logits exist.
         most = num_logits == resolved.logit_chunk and decides_in_pieces(model)

@@ -17,6 +17,7 @@ from engine_service.sampling.batch import DecideBatch, DecideResult
 from engine_service.sampling.head import HeadLogits, KnownLogits, Logits
 from engine_service.sampling.logprobs import Scores, score_tokens
 from engine_service.worker.batch import AsidePart, DecidePart, ForwardBatch, ScorePart
+from engine_service.worker.pooling import Pooled, PoolPart, pool
 from engine_service.worker.tables import RowTables
 
 
@@ -87,3 +88,9 @@ class StepProgram:
             )
         ]
         return Scores(*(torch.cat(column) for column in zip(*pieces, strict=True)))
+
+    def pool(self, part: PoolPart, hidden: torch.Tensor) -> Pooled:
+        """Vectors of the prompts that end in this step."""
+        rows = self.tables.pooled
+        assert rows is not None, "a step pools without rows for it"
+        return pool(part, hidden, rows.sums, self.model.features, self.model.label_probs)

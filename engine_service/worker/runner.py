@@ -21,6 +21,7 @@ from engine_service.worker.batch import bind_batch, columns_of
 from engine_service.worker.decisions import split_decided, split_scored
 from engine_service.worker.graphs import StepGraphs
 from engine_service.worker.layout import StepLayout, lay_out
+from engine_service.worker.pooling import Pooled, PoolLayout, split_pooled
 from engine_service.worker.program import StepProgram
 from engine_service.worker.wanted import DecideLayout, ScoreLayout
 
@@ -34,6 +35,7 @@ class StepHandle:
     copies: HostCopies
     decided: list[tuple[DecideLayout, DecideResult]] = field(default_factory=list)
     scored: tuple[ScoreLayout, Scores] | None = None
+    pooled: tuple[PoolLayout, Pooled] | None = None
 
 
 class Runner:
@@ -83,6 +85,8 @@ class Runner:
             split_decided(layout, result, decisions)
         if handle.scored is not None:
             split_scored(*handle.scored, decisions.own)
+        if handle.pooled is not None:
+            split_pooled(*handle.pooled, decisions.own)
         return decisions
 
     def _admit(self, new_rows: Sequence[NewRow]) -> None:
@@ -104,6 +108,10 @@ class Runner:
         if batch.scores is not None:
             scores = program.score(batch.scores, hidden, self._logit_chunk)
             handle.scored = batch.scores.layout, Scores(*map(copies.add, scores))
+        if batch.pools is not None:
+            pooled = program.pool(batch.pools, hidden)
+            hosts = (None if one is None else copies.add(one) for one in pooled)
+            handle.pooled = batch.pools.layout, Pooled(*hosts)
         for part in batch.decides:
             result = program.decide(part, program.logits(part, hidden))
             handle.decided.append((part.layout, _copied(result, copies)))

@@ -19,6 +19,7 @@ from engine_service.sampling.batch import Wants
 from engine_service.sampling.rng import request_seed
 from engine_service.sampling.tables import SamplingTables
 from engine_service.staging import stage
+from engine_service.worker.pool_rows import PoolRows
 
 _FIRST_SLOTS = 8
 _NO_BOUND = np.iinfo(np.int64).max
@@ -86,6 +87,7 @@ class RowTables:
         methods: Sequence[str],
         device: torch.device,
         in_pieces: bool = False,
+        pooled: PoolRows | None = None,
     ) -> None:
         """`in_pieces`: who decides for plain rows needs a piece of their logits at a time."""
         assert table_width % page_size == 0, f"width {table_width} is not whole pages"
@@ -93,6 +95,7 @@ class RowTables:
         self.page_size = page_size
         self.device = device
         self.in_pieces = in_pieces
+        self.pooled = pooled
         self._trash_page = trash_page
         self._fill = mask_token_id or 0
         self._method_index = {name: index for index, name in enumerate(methods)}
@@ -258,6 +261,8 @@ class RowTables:
             self.prompt_logprobs_of_row[new.row] = -1 if of_prompt is None else of_prompt
             self._demands[new.row] = _demands_of(new)
             self.host_pages[new.row] = self._trash_page
+        if self.pooled is not None:
+            self.pooled.admit(new_rows)
 
     def _append_pages(self, page_appends: Sequence[PageAppend]) -> None:
         max_pages = self.host_pages.shape[1]

@@ -136,7 +136,7 @@ def _decide_part(
     columns = queries.columns
     starts, span_rows = columns.decide_start[spans], columns.row[spans]
     counts = columns.decide_stop[spans] - starts
-    positions = _ranges(starts, counts)
+    positions = ranges(starts, counts)
     guided, unguided_queries = None, None
     if queries.num_copies:
         guided = (columns.aside[spans] > 1).repeat(counts).nonzero()[0]
@@ -168,7 +168,7 @@ def lay_out_scored(queries: Queries, tables: RowTables) -> ScoreLayout | None:
     _check_queries(queries, columns.score_start, columns.score_stop, spans)
     starts, rows = columns.score_start[spans], columns.row[spans]
     counts = columns.score_stop[spans] - starts
-    positions = _ranges(starts, counts)
+    positions = ranges(starts, counts)
     return ScoreLayout(
         spans=queries.order[spans],
         counts=counts,
@@ -198,10 +198,10 @@ def _chunks(spans: np.ndarray, counts: np.ndarray, limit: int) -> Iterator[np.nd
         first, taken = stop, int(ends[stop - 1])
 
 
-def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """All of starts[i], starts[i] + 1, ..., starts[i] + counts[i] - 1, one after the other."""
     ends = counts.cumsum()
-    return np.arange(ends[-1]) + (starts + counts - ends).repeat(counts)
+    return np.arange(counts.sum()) + (starts + counts - ends).repeat(counts)
 
 
 def running_sum(counts: np.ndarray) -> np.ndarray:

@@ -22,6 +22,8 @@ from tidemill.runtime.errors import InvalidRequest, NotFound, ServiceError, Unsu
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LFS_POINTER = b"version https://git-lfs"
+_BASE = "model."
+"""Ahead of the names of a decoder that was saved with its head; embedding models are saved bare."""
 _DUMMY_EMBEDDING_STD = 0.02
 
 
@@ -127,6 +129,8 @@ def _fill_from_files(
     unexpected = []
     for path in files:
         for name, tensor in _tensors(path):
+            if name not in slots and _BASE + name in slots:
+                name = _BASE + name
             if name in waiting:
                 _copy(waiting.pop(name), name, tensor, path)
                 report("weights", len(slots) - len(waiting), len(slots))
@@ -177,7 +181,7 @@ def _fill_random(slots: dict[str, torch.Tensor], seed: int, report: Report) -> N
         generator = torch.Generator(device=slot.device)
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        if name.endswith("norm.weight"):
+        if name.lower().endswith("norm.weight"):
             slot.fill_(1.0)
         elif slot.ndim == 2 and "embed" not in name:
             slot.normal_(0.0, slot.shape[1] ** -0.5, generator=generator)

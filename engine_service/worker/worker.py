@@ -16,6 +16,7 @@ import torch
 from engine_service.attention.base import AttentionBackend, AttentionShape, LayerCache
 from engine_service.attention.select import open_backend
 from engine_service.config import EngineConfig
+from engine_service.core.pooling import Pooling
 from engine_service.core.step import FULL, Decisions, StepPlan
 from engine_service.core.strategy import DecodeStrategy, ExecutorLimits
 from engine_service.kernels.jit import (
@@ -30,8 +31,10 @@ from engine_service.worker.aside import num_pages_aside
 from engine_service.worker.buckets import Bucket, buckets_of
 from engine_service.worker.checkpoint import Report, fetch_checkpoint
 from engine_service.worker.graphs import StepGraphs, capture_steps
-from engine_service.worker.kv_pool import KVPool, KVRoom, count_pages, page_bytes
+from engine_service.worker.kv_pool import KVPool, KVRoom, count_pages, no_pages, page_bytes
 from engine_service.worker.memory import decides_in_pieces, find_room, free_bytes
+from engine_service.worker.pool_facts import read_pool_facts
+from engine_service.worker.pool_rows import PoolRows
 from engine_service.worker.program import StepProgram
 from engine_service.worker.runner import Runner, StepHandle
 from engine_service.worker.shortage import (
@@ -158,6 +161,7 @@ class Worker:
             "eos_token_ids": traits.eos_token_ids,
             "tokenizer_dir": checkpoint.tokenizer_dir,
             "stage_seconds": dict(self.stage_seconds),
+            "pooling": read_pool_facts(checkpoint, traits),
         }
 
     @contextmanager
@@ -264,6 +268,8 @@ class Worker:
 
     def _create_pool(self, config: EngineConfig, room: KVRoom, backend: AttentionBackend) -> KVPool:
         resolved, num_layers = self.resolved, self.traits.num_layers
+        if not self.traits.methods:
+            return KVPool(backend, num_layers, no_pages(config), self.device)
         num_pages = count_pages(
             room,
             requested=config.num_pages,
@@ -281,7 +287,8 @@ class Worker:
             page_size=self.resolved.page_size,
             trash_page=pool.trash_page,
             mask_token_id=self.traits.mask_token_id,
-            methods=tuple(self.strategies),
+            methods=(*self.strategies, Pooling.name),
             device=self.device,
             in_pieces=in_pieces,
+            pooled=PoolRows(self.resolved.max_rows, self.traits.hidden_size, self.device),
         )

@@ -11,13 +11,14 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from frontend.api import grpc_text_convert as convert
 from frontend.api.grpc_text_infill import to_infill_request
+from frontend.api.grpc_text_pool import PoolMethods
 from frontend.api.grpc_text_tools import call_messages
 from frontend.api.openai_response import canvas_text
 from frontend.choice import PromptScores, TextDelta
@@ -27,7 +28,7 @@ from frontend.request import Ingress, TextRequest
 from frontend.result import ChoiceResult
 from frontend.validation import check_streamed
 from tidemill.runtime import telemetry
-from tidemill.runtime.errors import InvalidRequest, Unsupported
+from tidemill.runtime.errors import InvalidRequest
 from tidemill.runtime.rpc import answering
 from tidemill.v1 import text_pb2 as pb
 
@@ -47,7 +48,7 @@ class _Form(NamedTuple):
     piece: Any
 
 
-class TextServicer:
+class TextServicer(PoolMethods):
     """The methods of TextService."""
 
     def __init__(self, desk: FrontDesk) -> None:
@@ -131,18 +132,6 @@ class TextServicer:
         usage = _totals(generation, context)["usage"]
         return pb.InfillResponse(id=f"infill-{ingress.request_id}", text=result.text, usage=usage)
 
-    async def Embed(self, request: Any, context: Any) -> NoReturn:
-        """Not served yet."""
-        raise _unserved("Embed")
-
-    async def Score(self, request: Any, context: Any) -> NoReturn:
-        """Not served yet."""
-        raise _unserved("Score")
-
-    async def Rerank(self, request: Any, context: Any) -> NoReturn:
-        """Not served yet."""
-        raise _unserved("Rerank")
-
     @contextmanager
     def _ingress(self, method: str, context: Any) -> Iterator[tuple[Ingress, convert.Metadata]]:
         """The call's id, deadline and SERVER span, around its work."""
@@ -198,10 +187,6 @@ def _guarded(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any
             return await method(request, context)
 
     return call
-
-
-def _unserved(method: str) -> Unsupported:
-    return Unsupported(f"{SERVICE}/{method} is not served by this build", param=method)
 
 
 def _frame(prefix: str, generation: Generation, ingress: Ingress) -> dict[str, Any]:

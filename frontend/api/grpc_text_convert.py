@@ -124,7 +124,7 @@ def to_options(given: text_pb2.TextOptions, metadata: Metadata, *, echo: bool = 
         truncate_prompt_tokens=kept if given.HasField("truncate_prompt_tokens") else None,
         truncation_side=given.truncation_side or "left",
         cache_salt=given.cache_salt,
-        priority=_priority(metadata),
+        priority=priority_of(metadata),
         fairness_key=metadata.get("x-fairness-key", ""),
         emit_canvas=given.emit_canvas,
         user=given.user,
@@ -213,7 +213,8 @@ def _is_set(message: Message, name: str) -> bool:
     return any(field.name == name for field, _ in message.ListFields())
 
 
-def _priority(metadata: Metadata) -> int:
+def priority_of(metadata: Metadata) -> int:
+    """What x-priority says; raises InvalidRequest where it is no number."""
     text = metadata.get("x-priority", "0")
     try:
         priority = int(text)

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from frontend.api import chat, completions
 from frontend.api.admin import admin_routes
+from frontend.api.embeddings import embeddings_routes
 from frontend.api.health import health_routes
 from frontend.api.http import (
     IngressMiddleware,
@@ -23,6 +24,7 @@ from frontend.api.messages import messages_routes
 from frontend.api.openai_request import parse
 from frontend.api.openai_schema import ChatBody, CompletionBody
 from frontend.api.page import page_routes
+from frontend.api.rerank import rerank_routes
 from frontend.api.responses import responses_routes
 from frontend.api.sse import EventStream
 from frontend.desk import FrontDesk
@@ -34,9 +36,11 @@ def build_http(desk: FrontDesk) -> FastAPI:
     """The ASGI application that serves `desk`."""
     app = FastAPI(title="Tidemill", version=__version__)
     app.include_router(admin_routes(desk))
+    app.include_router(embeddings_routes(desk))
     app.include_router(health_routes(desk))
     app.include_router(job_routes(desk))
     app.include_router(messages_routes(desk))
+    app.include_router(rerank_routes(desk))
     app.include_router(responses_routes(desk))
     app.include_router(page_routes(desk))
 

@@ -30,7 +30,7 @@ from engine_service.core.messages import (
     Timings,
     Usage,
 )
-from engine_service.core.params import SamplingParams
+from engine_service.core.params import PoolFacts, SamplingParams
 from engine_service.core.step import Canvas, TokenLogprobs
 from engine_service.pipe import BlockingPipe, PeerGone
 from tidemill.runtime.errors import InvalidRequest, Overloaded
@@ -85,7 +85,7 @@ class FakeCore:
             count = 0
             if live.started_ns and live.end is None:
                 live.prefill_left -= 1
-                if live.prefill_left <= 0:
+                if live.prefill_left <= 0 and live.submit.pool is None:
                     count = 1
                     live.first_ns = live.first_ns or now
                     tokens.append((live.prompt[0] + live.out) % VOCAB)
@@ -117,6 +117,8 @@ class FakeCore:
             out = out if live.end.completion_tokens is None else live.end.completion_tokens
         elif self.late(live, now):
             reason = FinishReason.DEADLINE
+        elif live.submit.pool is not None:
+            return self.pooled(live, now) if live.started_ns and live.prefill_left <= 0 else None
         elif live.out >= (live.submit.sampling.max_tokens or MAX_LEN):
             reason = FinishReason.LENGTH
         if reason is None:
@@ -127,6 +129,16 @@ class FakeCore:
         times = Timings(arrival, queue, prefill, now - first if first else 0)
         usage = Usage(len(live.prompt), 0, out, live.out, 0, 0)
         return Finish(reason, None, detail, usage, times)
+
+    @staticmethod
+    def pooled(live: Live, now: int) -> Finish:
+        """The question as a vector: length of the prompt, first id, normalize, dimensions."""
+        asked, prompt = live.submit.pool, live.prompt
+        normalize = -1.0 if asked.normalize is None else float(asked.normalize)
+        vector = struct.pack("<4f", len(prompt), prompt[0], normalize, asked.dimensions or 0)
+        times = Timings(live.submit.arrival_ns, 0, now - live.submit.arrival_ns, 0)
+        usage = Usage(len(prompt), 0, 0, 1, 0, 0)
+        return Finish(FinishReason.LENGTH, None, "", usage, times, (), vector)
 
 
 FACTS = EngineFacts(
@@ -152,6 +164,7 @@ FACTS = EngineFacts(
     default_sampling=SamplingParams(temperature=1.0, top_k=0),
     tokenizer_dir="",
     stage_seconds={},
+    pooling=PoolFacts(architecture="FakeForCausalLM", dimensions=4, kind="last"),
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import struct
 import time
 from collections.abc import AsyncIterator
@@ -33,6 +34,19 @@ def pack(ids: list[int]) -> bytes:
 
 def unpack(packed: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(packed) // 4}I", packed))
+
+
+POOLED = 8
+"""Features of an embedding."""
+
+
+def pooled(ids: list[int], request: pb.PoolRequest) -> list[float]:
+    """The embedding of a prompt."""
+    counts = [float(sum(one % POOLED == residue for one in ids)) for residue in range(POOLED)]
+    kept = counts[: request.dimensions or POOLED]
+    if request.HasField("normalize") and not request.normalize:
+        return kept
+    return [one / math.hypot(*kept) for one in kept]
 
 
 @dataclass(eq=False)
@@ -86,6 +100,8 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
     sessions: list[Writer] = field(default_factory=list)
     sent: int = 0
     """Tokens of all sequences."""
+    pool_tasks: tuple[int, ...] = (pb.POOL_TASK_EMBED,)
+    pools: list[pb.PoolRequest] = field(default_factory=list)
     generation: int = 0
     """Sessions of an older generation end."""
 
@@ -109,10 +125,30 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
         )
         answer.decoding.default_method = "autoregressive"
         answer.decoding.methods.append("autoregressive")
+        answer.pooling.tasks.extend(self.pool_tasks)
+        answer.pooling.dimensions = POOLED
         if self.mask_token_id is not None:
             answer.decoding.block_length = 4
             answer.decoding.mask_token_id = self.mask_token_id
         return answer
+
+    async def Pool(self, request: Any, context: Any) -> Any:
+        """How often each residue occurs among the ids; a score is the share of common ids."""
+        self.pools.append(request)
+        self.live += 1
+        try:
+            while self.hold:  # noqa: ASYNC110 - tests set the flag
+                await asyncio.sleep(self.step_s)
+        finally:
+            self.live -= 1
+        if self.refuse is not None:
+            await abort(context, self.refuse)
+        ids = unpack(request.prompt_token_ids)
+        usage = pb.Usage(prompt_tokens=len(ids), forward_passes=1)
+        if request.task == pb.POOL_TASK_SCORE:
+            left, right = set(ids[: request.pair_start]), set(ids[request.pair_start :])
+            return pb.PoolResponse(values=[len(left & right) / len(left | right)], usage=usage)
+        return pb.PoolResponse(values=pooled(ids, request), usage=usage)
 
     async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:
         files, digest = self._tokenizer()

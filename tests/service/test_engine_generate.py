@@ -1,4 +1,4 @@
-"""Generate, Abort, Pool and the other services over real gRPC."""
+"""Generate, Abort and the other services over real gRPC."""
 
 from __future__ import annotations
 
@@ -179,7 +179,15 @@ async def test_malformed_bytes_end_only_their_own_call() -> None:
 async def test_every_rpc_has_a_servicer_and_unserved_ones_are_named() -> None:
     async with engine() as server:
         kinds = pb.DESCRIPTOR.services_by_name.values()
-        served = {"Session", "Generate", "Abort", "GetEngineInfo", "GetTokenizer", "WatchState"}
+        served = {
+            "Session",
+            "Generate",
+            "Pool",
+            "Abort",
+            "GetEngineInfo",
+            "GetTokenizer",
+            "WatchState",
+        }
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             for service in kinds:
                 stub = getattr(engine_pb2_grpc, f"{service.name}Stub")(channel)

@@ -15,9 +15,11 @@ from google.protobuf.message import Message
 
 from engine_service.server.convert import to_choices, to_submit
 from engine_service.server.convert_out import pack
+from engine_service.server.convert_pool import to_pool_submit
 from frontend.api import grpc_text_convert as convert
 from frontend.api.grpc_text import TextServicer
 from frontend.api.grpc_text_infill import to_infill_request
+from frontend.api.grpc_text_pool import to_embed_request, to_rerank_request, to_score_request
 from tidemill.runtime.errors import ServiceError, Unsupported
 from tidemill.v1 import engine_pb2, text_pb2
 
@@ -130,6 +132,11 @@ TEXT = {"prompt": {"text": "base"}}
 CHAT = {"messages": [{"role": "assistant", "parts": [{"text": "a"}]}]}
 
 
+def of_pool(request: engine_pb2.PoolRequest) -> object:
+    submit = to_pool_submit(request, None)
+    return dataclasses.replace(submit, arrival_ns=0, deadline_ns=request.timeout_ms)
+
+
 def of_text(request: Any) -> object:
     return convert.to_text_request(request, {})
 
@@ -147,6 +154,11 @@ def test_specs_of_the_engine() -> None:
     assert dropped(engine_pb2.GenerateRequest(spec=SPEC), of_call) == []
 
 
+def test_pool_requests() -> None:
+    base = engine_pb2.PoolRequest(request_id="base", prompt_token_ids=pack([1]))
+    assert dropped(base, of_pool) == []
+
+
 @pytest.mark.parametrize("kind", ["TextServiceGenerateRequest", "GenerateStreamRequest"])
 def test_text_requests(kind: str) -> None:
     assert dropped(getattr(text_pb2, kind)(**TEXT), of_text) == []
@@ -154,6 +166,17 @@ def test_text_requests(kind: str) -> None:
 
 def test_infill_requests() -> None:
     assert dropped(text_pb2.InfillRequest(prefix="a", suffix="b", gap_tokens=1), of_infill) == []
+
+
+def test_requests_of_hidden_states() -> None:
+    ranked = {"top_n": "test_frontend_embeddings: shapes the answer"}
+    base: Message = text_pb2.EmbedRequest(inputs=[{"text": "a"}])
+    assert dropped(base, lambda one: to_embed_request(one, {})) == []
+    assert dropped(text_pb2.ScoreRequest(), lambda one: to_score_request(one, {})) == []
+    base = text_pb2.RerankRequest(query="a", documents=["b"])
+    assert dropped(base, lambda one: to_rerank_request(one, {}), ranked) == []
+    first = text_pb2.ScoreRequest()
+    assert to_score_request(first, {"x-priority": "7"}).priority == 7
 
 
 @pytest.mark.parametrize("kind", ["ChatRequest", "ChatStreamRequest"])

@@ -102,7 +102,7 @@ def test_lines_without_a_name(line: object, reason: str, tmp_path: Path) -> None
     [
         (asked(method="GET"), "INVALID_METHOD", "method"),
         ({"custom_id": "a", "url": URLS[0], "body": {}}, "INVALID_METHOD", "method"),
-        (asked(url="/v1/embeddings"), "INVALID_URL", "url"),
+        (asked(url="/v1/images"), "INVALID_URL", "url"),
         (asked(url=["/v1/completions"]), "INVALID_URL", "url"),
         (asked(url="http://127.0.0.1/v1/completions"), "INVALID_URL", "url"),
         (asked(body="add"), "INVALID_BODY", "body"),

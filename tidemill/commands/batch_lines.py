@@ -15,8 +15,16 @@ from typing import Any, NamedTuple
 
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-"""Routes that answer with what was generated, in one object."""
+URLS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+)
+"""Routes that answer with what was computed, in one object."""
 _ID_PREFIX = "batch_req_"
 _HEAD = b'{"id": "' + _ID_PREFIX.encode()
 """How every line starts that we write."""

@@ -63,21 +63,22 @@ class Screen:
         self.close()
         model = frontend.served_model_name or facts.model
         url = f"http://{host}:{frontend.http_port}/v1"
-        ask = {"model": model, "messages": [{"role": "user", "content": "reverse: harbour"}]}
+        path, ask = _trial(model, facts)
         spent = {name: f"{s:.1f}" for name, s in self._seconds.items() if s >= _WORTH_TELLING_S}
         stages = ", ".join(f"{name} {seconds}" for name, seconds in spent.items())
         pages = f"{facts.num_pages:,} pages of {facts.page_size}"
+        kept = f"{facts.kv_tokens:,} tokens ({pages})" if facts.method else "none is kept"
         print(
             f"\nTidemill is ready after {self._changed - self._started:.1f} s ({stages})",
-            f"  model   {model}: {facts.architecture}, {facts.method}",
+            f"  model   {model}: {facts.architecture}, {facts.method or 'encoder'}",
             f"  device  {facts.device}, {facts.dtype}",
             f"  HTTP    {url}",
             f"  gRPC    {host}:{frontend.grpc_port} (tidemill.v1.TextService)",
             f"  engine  {frontend.engine}",
-            f"  KV      {facts.kv_tokens:,} tokens ({pages}),"
+            f"  KV      {kept},"
             f" {facts.max_rows} requests at a time, {facts.max_model_len:,} tokens each",
-            f"\n  curl {url}/chat/completions -H 'content-type: application/json'"
-            f" -d {shlex.quote(json.dumps({**ask, 'stream': True}))}\n",
+            f"\n  curl {url}/{path} -H 'content-type: application/json'"
+            f" -d {shlex.quote(json.dumps(ask))}\n",
             sep="\n",
             flush=True,
         )
@@ -100,6 +101,14 @@ class Screen:
         self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + now - self._changed
         self._stage, self._changed = stage, now
         self._progress.reset(self._task, description=stage, total=None)
+
+
+def _trial(model: str, facts: Serving) -> tuple[str, dict[str, Any]]:
+    """A route and a body to try it with."""
+    if not facts.method:
+        return "embeddings", {"model": model, "input": ["harbour"]}
+    messages = [{"role": "user", "content": "reverse: harbour"}]
+    return "chat/completions", {"model": model, "messages": messages, "stream": True}
 
 
 def _event(line: str) -> dict[str, Any] | None:

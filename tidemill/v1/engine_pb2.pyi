@@ -577,7 +577,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs_start: _Optional[int] = ..., canvas: _Optional[_Union[CanvasRow, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ...) -> None: ...
 
 class PoolRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "task", "pooling", "normalize", "dimensions", "adapter", "timeout_ms")
+    __slots__ = ("request_id", "prompt_token_ids", "task", "pooling", "normalize", "dimensions", "adapter", "timeout_ms", "pair_start", "traceparent", "tracestate", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
@@ -586,6 +586,10 @@ class PoolRequest(_message.Message):
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    PAIR_START_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: bytes
     task: PoolTask
@@ -594,7 +598,11 @@ class PoolRequest(_message.Message):
     dimensions: int
     adapter: str
     timeout_ms: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., task: _Optional[_Union[PoolTask, str]] = ..., pooling: _Optional[_Union[PoolingKind, str]] = ..., normalize: _Optional[bool] = ..., dimensions: _Optional[int] = ..., adapter: _Optional[str] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    pair_start: int
+    traceparent: str
+    tracestate: str
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., task: _Optional[_Union[PoolTask, str]] = ..., pooling: _Optional[_Union[PoolingKind, str]] = ..., normalize: _Optional[bool] = ..., dimensions: _Optional[int] = ..., adapter: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., pair_start: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class PoolResponse(_message.Message):
     __slots__ = ("values", "usage")
@@ -630,7 +638,7 @@ class GetEngineInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetEngineInfoResponse(_message.Message):
-    __slots__ = ("instance_id", "model_id", "weight_version", "architecture", "engine_version", "tokenizer_sha256", "limits", "decoding", "cache", "dtype", "device", "tensor_parallel_size", "adapters", "features", "default_sampling", "eos_token_ids", "started_unix_ns")
+    __slots__ = ("instance_id", "model_id", "weight_version", "architecture", "engine_version", "tokenizer_sha256", "limits", "decoding", "cache", "dtype", "device", "tensor_parallel_size", "adapters", "features", "default_sampling", "eos_token_ids", "started_unix_ns", "pooling")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -648,6 +656,7 @@ class GetEngineInfoResponse(_message.Message):
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     STARTED_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     model_id: str
     weight_version: str
@@ -665,7 +674,20 @@ class GetEngineInfoResponse(_message.Message):
     default_sampling: SamplingParams
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     started_unix_ns: int
-    def __init__(self, instance_id: _Optional[str] = ..., model_id: _Optional[str] = ..., weight_version: _Optional[str] = ..., architecture: _Optional[str] = ..., engine_version: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ..., decoding: _Optional[_Union[DecodingInfo, _Mapping]] = ..., cache: _Optional[_Union[CacheInfo, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., features: _Optional[_Iterable[str]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., started_unix_ns: _Optional[int] = ...) -> None: ...
+    pooling: PoolingInfo
+    def __init__(self, instance_id: _Optional[str] = ..., model_id: _Optional[str] = ..., weight_version: _Optional[str] = ..., architecture: _Optional[str] = ..., engine_version: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ..., decoding: _Optional[_Union[DecodingInfo, _Mapping]] = ..., cache: _Optional[_Union[CacheInfo, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., features: _Optional[_Iterable[str]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., started_unix_ns: _Optional[int] = ..., pooling: _Optional[_Union[PoolingInfo, _Mapping]] = ...) -> None: ...
+
+class PoolingInfo(_message.Message):
+    __slots__ = ("tasks", "default_pooling", "dimensions", "num_labels")
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_POOLING_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LABELS_FIELD_NUMBER: _ClassVar[int]
+    tasks: _containers.RepeatedScalarFieldContainer[PoolTask]
+    default_pooling: PoolingKind
+    dimensions: int
+    num_labels: int
+    def __init__(self, tasks: _Optional[_Iterable[_Union[PoolTask, str]]] = ..., default_pooling: _Optional[_Union[PoolingKind, str]] = ..., dimensions: _Optional[int] = ..., num_labels: _Optional[int] = ...) -> None: ...
 
 class DecodingInfo(_message.Message):
     __slots__ = ("default_method", "methods", "block_length", "mask_token_id", "default_params")

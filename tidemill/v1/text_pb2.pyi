@@ -369,16 +369,18 @@ class InfillResponse(_message.Message):
     def __init__(self, id: _Optional[str] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[_engine_pb2.Usage, _Mapping]] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
-    __slots__ = ("model", "inputs", "dimensions", "normalize")
+    __slots__ = ("model", "inputs", "dimensions", "normalize", "truncate_prompt_tokens")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     model: str
     inputs: _containers.RepeatedCompositeFieldContainer[Prompt]
     dimensions: int
     normalize: bool
-    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ...) -> None: ...
+    truncate_prompt_tokens: int
+    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., truncate_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class EmbedResponse(_message.Message):
     __slots__ = ("embeddings", "usage")
@@ -397,12 +399,14 @@ class Embedding(_message.Message):
     def __init__(self, index: _Optional[int] = ..., values: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("model", "pairs")
+    __slots__ = ("model", "pairs", "truncate_prompt_tokens")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     model: str
     pairs: _containers.RepeatedCompositeFieldContainer[TextPair]
-    def __init__(self, model: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[TextPair, _Mapping]]] = ...) -> None: ...
+    truncate_prompt_tokens: int
+    def __init__(self, model: _Optional[str] = ..., pairs: _Optional[_Iterable[_Union[TextPair, _Mapping]]] = ..., truncate_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class TextPair(_message.Message):
     __slots__ = ("left", "right")
@@ -421,16 +425,18 @@ class ScoreResponse(_message.Message):
     def __init__(self, scores: _Optional[_Iterable[float]] = ..., usage: _Optional[_Union[_engine_pb2.Usage, _Mapping]] = ...) -> None: ...
 
 class RerankRequest(_message.Message):
-    __slots__ = ("model", "query", "documents", "top_n")
+    __slots__ = ("model", "query", "documents", "top_n", "truncate_prompt_tokens")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
     TOP_N_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     model: str
     query: str
     documents: _containers.RepeatedScalarFieldContainer[str]
     top_n: int
-    def __init__(self, model: _Optional[str] = ..., query: _Optional[str] = ..., documents: _Optional[_Iterable[str]] = ..., top_n: _Optional[int] = ...) -> None: ...
+    truncate_prompt_tokens: int
+    def __init__(self, model: _Optional[str] = ..., query: _Optional[str] = ..., documents: _Optional[_Iterable[str]] = ..., top_n: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class RerankResponse(_message.Message):
     __slots__ = ("results", "usage")

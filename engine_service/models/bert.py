@@ -1,0 +1,259 @@
+"""BERT: an encoder for embeddings, and as a cross-encoder for scores (Devlin et al. 2018, arXiv
+1810.04805). Every position sees every other, and norms follow what they normalise.
+
+It knows no prompt of two texts: a token of the second is a token of its own, whose row of the
+embedding holds the segment's vector as well.
+Shape legend: T query tokens, N some of them, E hidden size, D head size, V vocabulary, L labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from engine_service.attention.base import AttentionStep
+from engine_service.core.step import FULL
+from engine_service.layers.attention import PagedAttention
+from engine_service.layers.embedding import Embedding
+from engine_service.layers.linear import Linear
+from engine_service.layers.norm import LayerNorm
+from engine_service.models.base import CausalModel, HFConfig, ModelTraits, register_model
+from engine_service.models.hf_config import (
+    full_windows,
+    positive,
+    read_dtype,
+    refuse_unknown,
+)
+from engine_service.schemes.unquantized import Unquantized
+
+_TANH_GELU = partial(functional.gelu, approximate="tanh")
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_new": _TANH_GELU,
+    "gelu_pytorch_tanh": _TANH_GELU,
+    "relu": functional.relu,
+}
+_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": (None, *_ACTIVATIONS),
+    "position_embedding_type": (None, "absolute"),
+    "is_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "partial_rotary_factor": (None, 1.0),
+    "rope_scaling": (None,),
+}
+_SEGMENTS = 2
+"""The most that a tokenizer tells apart; checkpoints may have vectors for more."""
+
+
+def _traits(hf_config: HFConfig, **own: Any) -> ModelTraits:
+    refuse_unknown(hf_config, implements=("hidden_act",))
+    refuse_unknown(hf_config, neutral_values=_IMPLEMENTED)
+    hidden_size = positive(hf_config, "hidden_size")
+    num_heads = positive(hf_config, "num_attention_heads")
+    return ModelTraits(
+        architecture=hf_config["architectures"][0],
+        hidden_size=hidden_size,
+        num_layers=positive(hf_config, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        intermediate_size=positive(hf_config, "intermediate_size"),
+        vocab_size=positive(hf_config, "vocab_size"),
+        norm_eps=float(hf_config.get("layer_norm_eps", 1e-12)),
+        rope=None,
+        windows=full_windows(hf_config),
+        max_model_len=positive(hf_config, "max_position_embeddings"),
+        tie_embeddings=False,
+        dtype=read_dtype(hf_config),
+        eos_token_ids=(),
+        mask_block=FULL,
+        logits_shift=0,
+        default_method="",
+        methods=(),
+        pooling="mean",
+        num_segments=min(_SEGMENTS, int(hf_config.get("type_vocab_size", _SEGMENTS))),
+        **own,
+    )
+
+
+class _Layer(nn.Module):
+    def __init__(self, layer: int, traits: ModelTraits, act: str, **where: Any) -> None:
+        super().__init__()
+        size, inner = traits.hidden_size, traits.intermediate_size
+
+        def linear(in_size: int, parts: dict[str, int]) -> Linear:
+            return Linear(in_size, parts, bias=True, scheme=Unquantized(), **where)
+
+        norm = partial(LayerNorm, size, traits.norm_eps, **where)
+        self.qkv = linear(size, {"query": size, "key": size, "value": size})
+        self.output = linear(size, {"dense": size})
+        self.output_norm = norm()
+        self.inner = linear(size, {"dense": inner})
+        self.outer = linear(inner, {"dense": size})
+        self.outer_norm = norm()
+        self._act = _ACTIVATIONS[act]
+        self._attend = PagedAttention(
+            layer,
+            window=None,
+            num_heads=traits.num_heads,
+            num_kv_heads=traits.num_heads,
+            head_dim=traits.head_dim,
+        )
+
+    def forward(
+        self,
+        x_TE: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        step: AttentionStep,
+    ) -> torch.Tensor:
+        """[T, E]; `x` is overwritten."""
+        mixed = self._attend(self.qkv(x_TE), rotary, None, step)
+        x_TE = self.output_norm(self.output.add(x_TE, mixed))
+        return self.outer_norm(self.outer.add(x_TE, self._act(self.inner(x_TE))))
+
+    def slots(self, prefix: str) -> dict[str, torch.Tensor]:
+        return (
+            self.qkv.slots(f"{prefix}.attention.self")
+            | self.output.slots(f"{prefix}.attention.output")
+            | self.output_norm.slots(f"{prefix}.attention.output.LayerNorm")
+            | self.inner.slots(f"{prefix}.intermediate")
+            | self.outer.slots(f"{prefix}.output")
+            | self.outer_norm.slots(f"{prefix}.output.LayerNorm")
+        )
+
+
+@register_model("BertModel")
+class Bert(CausalModel):
+    """MiniLM's, BGE's and E5's shape; the pooler of the checkpoint takes no part in embeddings."""
+
+    prefix = ""
+    """Of all names of the encoder's tensors."""
+
+    @classmethod
+    def read_traits(cls, hf_config: HFConfig, added_tokens: Mapping[str, int]) -> ModelTraits:
+        return _traits(hf_config)
+
+    @classmethod
+    def create(
+        cls,
+        traits: ModelTraits,
+        hf_config: HFConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> CausalModel:
+        return cls(traits, hf_config, device=device, dtype=dtype)
+
+    def __init__(
+        self,
+        traits: ModelTraits,
+        hf_config: HFConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        size, segments = traits.hidden_size, int(hf_config.get("type_vocab_size", _SEGMENTS))
+        self.traits = traits
+        self.words = Embedding(traits.num_segments * traits.vocab_size, size, **where)
+        self.positions = Embedding(traits.max_model_len, size, **where)
+        self.segments = Embedding(segments, size, **where)
+        self.norm = LayerNorm(size, traits.norm_eps, **where)
+        act = hf_config.get("hidden_act") or "gelu"
+        self._layers = [_Layer(i, traits, act, **where) for i in range(traits.num_layers)]
+        self.layers = nn.ModuleList(self._layers)
+
+    def embed(self, tokens: torch.Tensor, places_T: torch.Tensor) -> torch.Tensor:
+        return self.words(tokens, places_T)
+
+    def forward(
+        self, hidden_TE: torch.Tensor, positions_T: torch.Tensor, step: AttentionStep
+    ) -> torch.Tensor:
+        hidden_TE = self.norm(hidden_TE + functional.embedding(positions_T, self.positions.weight))
+        # Attention turns heads as it stores them: here by nothing.
+        angles = (len(hidden_TE), 1, self.traits.head_dim)
+        rotary = hidden_TE.new_ones(angles), hidden_TE.new_zeros(angles)
+        for layer in self._layers:
+            hidden_TE = layer(hidden_TE, rotary, step)
+        return hidden_TE
+
+    def features(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        return hidden_NE
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError(f"{self.traits.architecture} has no output head")
+
+    def weight_slots(self) -> dict[str, torch.Tensor]:
+        slots = {
+            "embeddings.word_embeddings.weight": self.words.weight[: self.traits.vocab_size],
+            "embeddings.position_embeddings.weight": self.positions.weight,
+            "embeddings.token_type_embeddings.weight": self.segments.weight,
+            **self.norm.slots("embeddings.LayerNorm"),
+        }
+        for index, layer in enumerate(self._layers):
+            slots |= layer.slots(f"encoder.layer.{index}")
+        return {f"{self.prefix}{name}": slot for name, slot in slots.items()}
+
+    def after_load(self) -> None:
+        words = self.words.weight.view(self.traits.num_segments, -1, self.traits.hidden_size)
+        for segment in reversed(range(self.traits.num_segments)):
+            words[segment] = words[0] + self.segments.weight[segment]
+
+    def ignores(self, name: str) -> bool:
+        own = name.removeprefix(self.prefix)
+        return own.startswith("pooler.") or own == "embeddings.position_ids"
+
+
+@register_model("BertForSequenceClassification")
+class BertClassifier(Bert):
+    """A pooler and a head over the first position: a cross-encoder, where it has a single label."""
+
+    prefix = "bert."
+
+    @classmethod
+    def read_traits(cls, hf_config: HFConfig, added_tokens: Mapping[str, int]) -> ModelTraits:
+        labels = hf_config.get("id2label")
+        count = len(labels) if labels else int(hf_config.get("num_labels", 2))
+        return _traits(hf_config, num_labels=count)
+
+    def __init__(
+        self,
+        traits: ModelTraits,
+        hf_config: HFConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(traits, hf_config, device=device, dtype=dtype)
+        size = traits.hidden_size
+        linear = partial(Linear, size, bias=True, scheme=Unquantized(), device=device, dtype=dtype)
+        self.pooler = linear({"dense": size})
+        self.head = linear({"classifier": traits.num_labels})
+        self._activate = _head_activation(hf_config, traits.num_labels)
+
+    def label_probs(self, pooled_NE: torch.Tensor) -> torch.Tensor:
+        labels = self.head(self.pooler(pooled_NE).tanh())
+        return self._activate(labels.float())
+
+    def weight_slots(self) -> dict[str, torch.Tensor]:
+        head = {name.removeprefix("head."): slot for name, slot in self.head.slots("head").items()}
+        return super().weight_slots() | self.pooler.slots(f"{self.prefix}pooler") | head
+
+
+def _head_activation(
+    hf_config: HFConfig, num_labels: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What sentence-transformers wrote down, else a probability per label."""
+    wishes = hf_config.get("sentence_transformers") or {}
+    named = wishes.get("activation_fn") or hf_config.get("sbert_ce_default_activation_function")
+    if str(named or "").endswith(".Identity"):
+        return torch.Tensor.float
+    if num_labels == 1 or hf_config.get("problem_type") == "multi_label_classification":
+        return torch.sigmoid
+    return partial(torch.softmax, dim=-1)

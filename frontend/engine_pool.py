@@ -1,0 +1,82 @@
+"""The engine's Pool as the frontend asks for it: one prompt in, one vector out.
+
+It does not know text. Every prompt is a call of its own on the session's channel.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import grpc
+
+from frontend.engine_client import EngineClient
+from frontend.messages import Usage
+from tidemill.runtime.errors import ServiceError
+from tidemill.runtime.rpc import to_error
+from tidemill.runtime.telemetry import TraceContext
+from tidemill.v1 import engine_pb2 as pb
+from tidemill.v1 import engine_pb2_grpc as rpc
+
+_TASKS = {"embed": pb.POOL_TASK_EMBED, "score": pb.POOL_TASK_SCORE}
+_GRACE_S = 1.0
+"""How much longer than the deadline we wait for the engine's own word that it passed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPrompt:
+    """One prompt; `packed` is little-endian uint32 token ids."""
+
+    packed: bytes
+    task: str
+    pair_start: int | None
+    dimensions: int | None
+    normalize: bool | None
+    priority: int
+
+
+async def pool_prompt(
+    engine: EngineClient,
+    prompt: PoolPrompt,
+    *,
+    request_id: str,
+    timeout_ms: int | None,
+    trace: TraceContext | None,
+) -> tuple[array[float], Usage]:
+    """The vector and what it cost. Raises the engine's ServiceError; leaving early aborts it."""
+    engine.check_ready()
+    request = pb.PoolRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt.packed,
+        task=_TASKS[prompt.task],
+        normalize=prompt.normalize,
+        dimensions=prompt.dimensions,
+        timeout_ms=timeout_ms,
+        pair_start=prompt.pair_start,
+        priority=prompt.priority,
+    )
+    if trace is not None:
+        request.traceparent, request.tracestate = trace.traceparent, trace.state
+    timeout_s = None if timeout_ms is None else timeout_ms / 1000 + _GRACE_S
+    call = rpc.EngineServiceStub(engine.channel).Pool(request, timeout=timeout_s)
+    try:
+        answer = await call
+    except grpc.RpcError as failure:
+        raise _named(to_error(failure)) from failure
+    finally:
+        call.cancel()
+    used = answer.usage
+    usage = Usage(
+        prompt_tokens=used.prompt_tokens,
+        cached_tokens=used.cached_tokens,
+        forward_passes=used.forward_passes,
+        preemptions=used.preemptions,
+    )
+    return array("f", answer.values), usage
+
+
+def _named(error: ServiceError) -> ServiceError:
+    """Without the field's name in the engine's contract, which our clients do not know."""
+    if error.param == "prompt_token_ids":
+        error.param = None
+    return error
