@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_service.config import EngineConfig
 from engine_service.core.messages import EngineFacts, Fatal, Progress, Ready
-from engine_service.core.params import SamplingParams
+from engine_service.core.params import SamplingParams, sampling_defaults
 from engine_service.core.strategy import DecodeStrategy, Executor, ExecutorLimits, ModelFacts
 from engine_service.pipe import BlockingPipe, PeerGone
 from tidemill.runtime import log
@@ -26,17 +26,11 @@ from tidemill.runtime.errors import InvalidRequest, ServiceError
 
 if TYPE_CHECKING:
     from engine_service.core.admission import Admission
+    from engine_service.core.constraint import Grammars, MaskMaker
     from engine_service.core.scheduler import Scheduler
     from engine_service.worker.checkpoint import Checkpoint, Report
 
 _PR_SET_PDEATHSIG = 1
-_SAMPLING_NAMES = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
-}
 _LOG = logging.getLogger("tidemill.rank")
 
 
@@ -55,14 +49,17 @@ def compose(config: EngineConfig, report: Report) -> Engine:
     Imports torch, which takes seconds: therefore not at the top. Raises ServiceErrors that say
     what to change.
     """
+    from engine_service.core.constraint import MaskMaker
     from engine_service.core.pages import PageManager
     from engine_service.core.params import SchedulerLimits
     from engine_service.core.scheduler import Scheduler
 
     parts = _simulate(config, report) if config.executor == "simulated" else _load(config, report)
     facts, resolved = parts.facts, parts.resolved
+    masks = MaskMaker(_make_grammars(config, parts))
     scheduler = Scheduler(
-        admission=_make_admission(config, parts),
+        admission=_make_admission(config, parts, masks),
+        masks=masks,
         pages=PageManager(
             facts.num_pages,
             facts.page_size,
@@ -91,7 +88,21 @@ class _Parts:
     strategies: dict[str, DecodeStrategy]
 
 
-def _make_admission(config: EngineConfig, parts: _Parts) -> Admission:
+def _make_grammars(config: EngineConfig, parts: _Parts) -> Grammars | None:
+    """None where no logits are computed that a mask could act on."""
+    from engine_service.constraints.llguidance import LlGrammars
+
+    facts = parts.facts
+    if config.executor == "simulated":
+        return None
+    return LlGrammars(
+        config.tokenizer or facts.tokenizer_dir,
+        vocab_size=facts.vocab_size,
+        eos_token_ids=facts.eos_token_ids,
+    )
+
+
+def _make_admission(config: EngineConfig, parts: _Parts, masks: MaskMaker) -> Admission:
     from engine_service.core.admission import Admission, Capacity
 
     facts, resolved = parts.facts, parts.resolved
@@ -102,7 +113,9 @@ def _make_admission(config: EngineConfig, parts: _Parts) -> Admission:
             eos_token_ids=facts.eos_token_ids,
             max_logprobs=facts.max_logprobs,
             weight_version=facts.weight_version,
+            mask_token_id=facts.mask_token_id,
         ),
+        grammars=masks.grammars,
         capacity=Capacity(
             num_pages=facts.num_pages,
             page_size=facts.page_size,
@@ -207,7 +220,7 @@ def _facts(
         )
     defaults = SamplingParams()
     if config.generation_config == "auto":
-        defaults = _read_defaults(checkpoint.generation_config)
+        defaults = sampling_defaults(checkpoint.generation_config)
     return EngineFacts(
         **found,
         max_queued_requests=config.max_queued_requests,
@@ -217,16 +230,6 @@ def _facts(
         default_params=asdict(strategies[method].parse(config.default_params)),
         default_sampling=defaults,
     )
-
-
-def _read_defaults(generation_config: dict[str, Any]) -> SamplingParams:
-    """Sampling defaults of the checkpoint; max_new_tokens bounds requests that set no limit."""
-    given = {
-        name: kind(generation_config[name])
-        for name, kind in _SAMPLING_NAMES.items()
-        if generation_config.get(name) is not None
-    }
-    return SamplingParams(**given, max_tokens=generation_config.get("max_new_tokens"))
 
 
 def _num_threads() -> int:

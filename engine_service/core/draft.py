@@ -19,7 +19,10 @@ class StepDraft:
     everything for every row cost 0.1 ms a step at 256 rows.
     """
 
-    __slots__ = ("budget", "first_pages", "newcomers", "num_idle", "requests", "spans")
+    __slots__ = (
+        "budget", "constrained", "first_pages", "newcomers", "num_idle", "requests",
+        "spans",
+    )  # fmt: skip
 
     def __init__(self, tokens: int, logits: int, canvases: int) -> None:
         self.budget = Budget(tokens, logits, canvases)
@@ -29,6 +32,8 @@ class StepDraft:
         """By request key: the first page-table entry that the worker does not know yet."""
         self.newcomers: list[Request] = []
         """They take their rows in this step."""
+        self.constrained: list[Request] = []
+        """They decide by masks of their own."""
         self.num_idle = 0
         """Running requests with nothing to do before the step in flight is collected."""
 
@@ -50,6 +55,8 @@ class StepDraft:
         request.in_flight += 1
         request.launched = span
         request.decoding = last > first
+        if request.constraint is not None and last > first:
+            self.constrained.append(request)
         return True
 
     def sit_out(self) -> bool:
@@ -68,6 +75,8 @@ class StepDraft:
             return
         index = self.requests.index(request)
         del self.requests[index]
+        if request in self.constrained:
+            self.constrained.remove(request)
         span = self.spans.pop(index)
         request.in_flight -= 1
         self.budget.tokens += span.num_tokens

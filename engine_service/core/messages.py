@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from engine_service.core.params import DecodingChoice, SamplingParams
+from engine_service.core.params import ConstraintSpec, DecodingChoice, SamplingParams
 from engine_service.core.step import Canvas, TokenLogprobs
 from tidemill.runtime.errors import ServiceError
 
@@ -46,6 +46,7 @@ class Submit:
     emit_canvas: bool = False
     pinned: tuple[tuple[int, int], ...] = ()
     """Tokens that are given behind the prompt: (absolute position, token id)."""
+    constraint: ConstraintSpec | None = None
 
 
 class Abort(NamedTuple):

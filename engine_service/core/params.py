@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_LISTED_IDS = 300
 """Most entries of logit_bias and of the stop ids (with the eos ids): width of the device tables."""
+
+_OF_CHECKPOINTS = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +42,28 @@ class SamplingParams:
     ignore_eos: bool | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that must not appear in the output."""
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """Sampling defaults of the checkpoint; max_new_tokens bounds requests that set no limit."""
+    given = {
+        name: kind(generation_config[name])
+        for name, kind in _OF_CHECKPOINTS.items()
+        if generation_config.get(name) is not None
+    }
+    return SamplingParams(**given, max_tokens=generation_config.get("max_new_tokens"))
+
+
+class ConstraintSpec(NamedTuple):
+    """A grammar that the whole output must follow; `kind` is a field of the contract's Constraint,
+    `text` what stands in it (of choices their JSON list)."""
+
+    kind: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

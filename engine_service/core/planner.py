@@ -132,7 +132,11 @@ class Planner:
         A decoding row mostly moves on within its last page. Neither to build a View for that nor to
         ask the pool made a step's plan three times as fast (0.95 to 0.3 ms at 256 rows).
         """
-        launched = request.launched
+        launched, constraint = request.launched, request.constraint
+        if constraint is not None:
+            if beside_step and not constraint.is_ready:
+                return draft.sit_out()
+            launched = None
         span = request.strategy.advance(launched) if launched and request.decoding else None
         if span is not None and span.decide_stop <= request.smooth_until:
             return draft.add(request, span)
@@ -180,6 +184,8 @@ class Planner:
             if not self._free_rows or draft.budget.tokens <= 0:
                 return
             if request.waits_for is not None and self._pages.is_claimed(request.waits_for):
+                continue
+            if request.constraint is not None and not request.constraint.is_ready:
                 continue
             if not self._admit(request, draft, now):
                 return

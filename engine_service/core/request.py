@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from engine_service.core.messages import Finish, FinishReason, Timings, Usage
+from engine_service.core.constraint import Constraint
+from engine_service.core.messages import Finish, FinishReason, Submit, Timings, Usage
 from engine_service.core.pages import PageTable
 from engine_service.core.params import ResolvedSampling
 from engine_service.core.pinning import Pinned, num_pinned_before, pin
@@ -56,6 +57,10 @@ class Request:
     """Its method only appends, and only its tokens are reported."""
     pinned: Pinned = ()
     """Tokens behind the prompt that the caller gave."""
+    mask: bytes | None = None
+    """Ids that it may choose, wherever it decides."""
+    constraint: Constraint | None = None
+    """What it may choose next depends on what it chose: it sits out steps until that is known."""
     smooth_until: int = 0
     """Committed tokens below which nothing is due but to append: no page, seal or end by length.
     0 while that is not so, or not known."""
@@ -158,3 +163,10 @@ class Request:
         return Finish(
             ending.reason, ending.stop_token_id, ending.detail, usage, timings, self.pauses
         )
+
+
+def is_plain(submit: Submit, strategy: DecodeStrategy, sampling: ResolvedSampling) -> bool:
+    """Whether most tokens of a sequence need nothing but to be appended and reported."""
+    watched = (sampling.logprobs, sampling.prompt_logprobs)
+    is_watched = submit.emit_canvas or sampling.stop_token_sequences or watched != (None, None)
+    return strategy.append_only and not is_watched

@@ -9,21 +9,33 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from engine_service.core.admission import Admission
+from engine_service.core.constraint import MaskMaker
 from engine_service.core.draft import StepDraft
 from engine_service.core.finish import find_stop
 from engine_service.core.messages import Abort, FinishReason, Load, StepOutput, Submit
 from engine_service.core.output import OutputWriter
 from engine_service.core.pages import PageManager
-from engine_service.core.params import ResolvedSampling, SchedulerLimits
+from engine_service.core.params import SchedulerLimits
 from engine_service.core.pinning import keep_pinned, pin, pinned_from
 from engine_service.core.planner import Planner
-from engine_service.core.request import Ending, Request
-from engine_service.core.step import EMPTY_CANVAS, Decision, NewRow, PageAppend, Span, StepPlan
-from engine_service.core.strategy import DecodeStrategy
+from engine_service.core.request import Ending, Request, is_plain
+from engine_service.core.step import (
+    EMPTY_CANVAS,
+    Decision,
+    NewRow,
+    PageAppend,
+    RowMask,
+    Span,
+    StepPlan,
+)
 from tidemill.runtime.errors import Overloaded
 
+MASK_PATIENCE_S = 0.001
+"""How long a step is held up, while another one runs, for rows whose masks are not ready: they
+would sit it out."""
 RETRY_AFTER_MS = 1000
 """What a full queue tells callers to wait: about the life of a short request."""
 
@@ -37,6 +49,7 @@ class Scheduler:
         admission: Admission,
         pages: PageManager,
         limits: SchedulerLimits,
+        masks: MaskMaker | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._admission = admission
@@ -44,6 +57,7 @@ class Scheduler:
         self._planner = Planner(pages, limits)
         self._max_queued = limits.max_queued_requests
         self._clock = clock
+        self._masks = masks or MaskMaker()
         self._requests: dict[int, Request] = {}
         self._deadlines: list[tuple[int, int]] = []
         self._in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
@@ -65,6 +79,10 @@ class Scheduler:
         """Positions whose KV is in the pages, or is being computed. O(requests)."""
         return sum(r.launched.kv_len for r in self._requests.values() if r.launched is not None)
 
+    def prepare(self, submit: Submit) -> Future[None] | None:
+        """Starts what a sequence needs before it is submitted; None: nothing."""
+        return self._masks.compile(submit.constraint)
+
     def submit(self, submit: Submit) -> None:
         """Queues a sequence; raises the ServiceError that the caller is to get instead."""
         assert submit.key not in self._requests, f"key {submit.key} is live already"
@@ -74,7 +92,7 @@ class Scheduler:
                 "(--max-queued-requests); retry later.",
                 retry_after_ms=RETRY_AFTER_MS,
             )
-        token_ids, strategy, params, sampling, pinned = self._admission.admit(submit)
+        token_ids, strategy, params, sampling, pinned, found = self._admission.admit(submit)
         prompt_len = len(token_ids)
         max_len = prompt_len + sampling.max_tokens
         canvas = pin(strategy.begin(prompt_len, params, max_len), prompt_len, pinned)
@@ -95,8 +113,13 @@ class Scheduler:
             max_len=max_len,
             stop_ids=sampling.stop_token_ids,
             pinned=pinned,
-            is_plain=_is_plain(submit, strategy, sampling),
+            is_plain=is_plain(submit, strategy, sampling) and found.constraint is None,
+            mask=found.mask,
+            constraint=found.constraint,
         )
+        if found.constraint is not None:
+            self._masks.add(found.constraint)
+            self._masks.begin()
         self._requests[request.key] = request
         self._planner.enqueue(request)
         if submit.deadline_ns is not None:
@@ -118,6 +141,7 @@ class Scheduler:
         """The next step; None when there is nothing to run beside the step in flight."""
         now = self._clock()
         self._expire(now)
+        self._masks.wait(MASK_PATIENCE_S if self._in_flight else None)
         draft = self._planner.plan(now, beside_step=bool(self._in_flight))
         if draft.requests:
             return self._launch_plan(draft)
@@ -136,6 +160,7 @@ class Scheduler:
                     self._settle(request, span, decision, now)
             elif request.in_flight == 0:
                 self._release(request)
+        self._masks.begin()
 
     def emit(self, *, heartbeat: bool = False) -> StepOutput | None:
         """What there is to tell since the last call; None when nothing, unless `heartbeat`."""
@@ -173,6 +198,7 @@ class Scheduler:
             new_rows=tuple([self._new_row(request) for request in draft.newcomers]),
             page_appends=tuple(appends),
             spans=tuple(draft.spans),
+            masks=tuple([RowMask(r.row, c.mask) for r in draft.constrained if (c := r.constraint)]),
         )
         self._in_flight.append((plan, draft.requests))
         return plan
@@ -189,6 +215,7 @@ class Scheduler:
             pinned=pinned_from(
                 request.pinned, len(request.committed) + len(request.canvas.token_ids)
             ),
+            mask=request.mask,
         )
 
     def _append(self, request: Request, span: Span, run: list[int]) -> bool:
@@ -216,6 +243,10 @@ class Scheduler:
         run, logprobs, request.num_cached, canvas = update
         canvas = canvas.watched() if request.emit_canvas else canvas
         stop = find_stop(committed, request.prompt_len, run, request.sampling) if run else None
+        if request.constraint is not None and run:
+            stop = request.constraint.read(run, stop)
+            if stop is None:
+                self._masks.add(request.constraint)
         if stop:
             run, canvas = run[: stop.keep], EMPTY_CANVAS
         news = run[max(0, request.told_len - len(committed)) :]
@@ -260,10 +291,3 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self._planner.leave(request)
         del self._requests[request.key]
-
-
-def _is_plain(submit: Submit, strategy: DecodeStrategy, sampling: ResolvedSampling) -> bool:
-    """Whether most tokens of a sequence need nothing but to be appended and reported."""
-    watched = (sampling.logprobs, sampling.prompt_logprobs)
-    is_watched = submit.emit_canvas or sampling.stop_token_sequences or watched != (None, None)
-    return strategy.append_only and not is_watched

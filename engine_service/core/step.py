@@ -122,6 +122,15 @@ class NewRow(NamedTuple):
     params: Any
     sampling: ResolvedSampling
     pinned: tuple[tuple[int, int], ...] = ()
+    mask: bytes | None = None
+    """Ids that may be chosen wherever the row decides (core/constraint.py); None: all."""
+
+
+class RowMask(NamedTuple):
+    """Ids that may be chosen where the row decides now; it stays until there is another."""
+
+    row: int
+    mask: bytes
 
 
 class PageAppend(NamedTuple):
@@ -140,6 +149,7 @@ class StepPlan:
     new_rows: tuple[NewRow, ...]
     page_appends: tuple[PageAppend, ...]
     spans: tuple[Span, ...]
+    masks: tuple[RowMask, ...] = ()
 
 
 class Decision(NamedTuple):
