@@ -18,6 +18,7 @@ from engine_service.config import EngineConfig
 from engine_service.core.loop import CoreLoop
 from engine_service.core.messages import Abort, FinishReason
 from engine_service.rank import compose
+from frontend.choosable import as_asked
 from frontend.request import Chat
 from frontend.template import load_template
 from frontend.tokenizer import TextTokenizer
@@ -32,8 +33,9 @@ from tidemill.offline import (
 )
 from tidemill.outputs import RequestOutput
 from tidemill.prompts import Prompt, PromptReader, as_list, one_per_prompt, with_suffixes
-from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
+from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, ServiceError
 from tidemill.sampling_params import SamplingParams
+from tidemill.structured import constraint_of
 
 
 class LLM:
@@ -153,12 +155,16 @@ class LLM:
         request_id = f"offline-{next(self._ids)}"
         read = self._reader.read(prompt, params)
         pending = Pending(request_id, read, params, self._tokenizer or NoText())
+        asked = constraint_of(params.structured_outputs)
         keys: list[int] = []
         try:
             for line, submit in zip(pending.lines, to_submits(pending, self._keys), strict=True):
                 self._scheduler.submit(submit)
                 keys.append(submit.key)
                 self._live[submit.key] = line
+        except ServiceError as refused:
+            self._forget(keys)
+            raise as_asked(refused, asked, "") from refused
         except Exception:
             self._forget(keys)
             raise

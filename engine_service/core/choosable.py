@@ -37,7 +37,7 @@ def choosable(
     Raises InvalidRequest for lists that leave nothing and for a grammar that does not compile.
     """
     _check(asked, vocabulary.size)
-    sequences = [one for one in asked.bad_words if len(one) > 1]
+    sequences = _sequences(asked)
     allowed = _allowed(asked, vocabulary)
     if spec is None and not sequences:
         if allowed is None:
@@ -66,7 +66,13 @@ def is_asked(asked: SamplingParams, spec: ConstraintSpec | None) -> str:
 
 def is_stepwise(asked: SamplingParams, spec: ConstraintSpec | None) -> bool:
     """Whether what may be chosen depends on what was."""
-    return spec is not None or any(len(one) > 1 for one in asked.bad_words)
+    return spec is not None or bool(_sequences(asked))
+
+
+def _sequences(asked: SamplingParams) -> list[tuple[int, ...]]:
+    """Bad words of several tokens, but for those that a bad word of one token rules out."""
+    single = {one[0] for one in asked.bad_words if len(one) == 1}
+    return [one for one in asked.bad_words if len(one) > 1 and single.isdisjoint(one)]
 
 
 def _check(asked: SamplingParams, vocab_size: int) -> None:
