@@ -96,7 +96,7 @@ def _make_grammars(config: EngineConfig, parts: _Parts) -> Grammars | None:
     if config.executor == "simulated":
         return None
     return LlGrammars(
-        config.tokenizer or facts.tokenizer_dir,
+        facts.tokenizer_dir,
         vocab_size=facts.vocab_size,
         eos_token_ids=facts.eos_token_ids,
     )

@@ -17,7 +17,7 @@ from frontend.request import Chat, TextRequest
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.structured import Constraint
 
-_SPACE = {"whitespace_pattern": r"[ \t\r\n]{1,40}"}
+_SPACE = {"whitespace_pattern": r" |\r?\n[ \t]{0,24}"}
 """llguidance's option for what may stand between the tokens of JSON: no answer of nothing else."""
 
 

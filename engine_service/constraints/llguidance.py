@@ -31,8 +31,9 @@ _MAX_KEPT = 128
 """Compiled grammars that are kept, the last ones used."""
 _SILENT = 0
 _COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
-_SPACE: Any = {"whitespace_pattern": r"[ \t\r\n]{1,40}"}
-"""Between tokens of JSON: room for indentation, but none to fill an answer with."""
+_SPACE: Any = {"whitespace_pattern": r" |\r?\n[ \t]{0,24}"}
+"""Between the tokens of JSON: a space, or a new line and its indentation. Where any white space may
+stand, weak models fill their answers with it."""
 
 
 class LlMatcher:
