@@ -50,6 +50,8 @@ def to_spec(sequence: Sequence) -> pb.GenerateSpec:
             seed=given.seed,
             max_tokens=given.max_tokens,
             min_tokens=given.min_tokens,
+            allowed_token_ids=given.allowed_token_ids,
+            bad_words=[pb.TokenSequence(token_ids=one) for one in given.bad_words],
         ),
         stop=pb.StopSpec(token_ids=sequence.stop_token_ids, ignore_eos=sequence.ignore_eos),
         logprobs=pb.LogprobsSpec(top=sequence.logprobs, prompt_top=sequence.prompt_logprobs),
@@ -60,6 +62,8 @@ def to_spec(sequence: Sequence) -> pb.GenerateSpec:
         emit_canvas=sequence.emit_canvas,
         pinned=[pb.PinnedToken(position=p, token_id=token) for p, token in sequence.pinned],
     )
+    if sequence.constraint is not None:
+        spec.constraint.MergeFrom(pb.Constraint(**sequence.constraint.message))
     if sequence.decoding.method or sequence.decoding.params:
         spec.decoding.method = sequence.decoding.method or ""
         spec.decoding.params.update(sequence.decoding.params)

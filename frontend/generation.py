@@ -12,9 +12,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from frontend.call import Call
+from frontend.calling import with_calls
 from frontend.choice import Choice, PromptView, TextDelta
+from frontend.choosable import as_asked, with_bad_words
 from frontend.engine_convert import pack_ids
-from frontend.gap import check_gap, check_suffix_ids, check_suffix_len, fit_prompt, of_suffix
+from frontend.gap import check_gap, check_suffix_ids, check_suffix_len, fit_prompt
 from frontend.messages import Delta, FinishReason, Sequence, Timings, Usage
 from frontend.observation import Observation
 from frontend.ranking import likeliest
@@ -23,7 +25,7 @@ from frontend.request import Chat, Ingress, Prompt, TextRequest
 from frontend.result import ChoiceResult
 from frontend.served import ServedModel
 from frontend.validation import DEFAULT_COMPLETION_TOKENS, check_request, context_exceeded
-from tidemill.runtime.errors import DeadlineExceeded, EngineDead, Unsupported
+from tidemill.runtime.errors import DeadlineExceeded, EngineDead, InvalidRequest, Unsupported
 
 if TYPE_CHECKING:
     from frontend.desk import FrontDesk
@@ -58,6 +60,9 @@ class Generation:
         try:
             check_request(self._request, self.model.facts, self._desk.config.max_n)
             check_tools(self._request, self.model.output, self.model.template.variables)
+            self._request = with_calls(self._request, self.model.output)
+            options = with_bad_words(self._request.options, self.model.tokenizer)
+            self._request = replace(self._request, options=options)
             if self._request.suffix:
                 await self._read_suffix(self._request.suffix)
             for prompt in self._request.prompts:
@@ -224,6 +229,7 @@ class Generation:
             fairness_key=options.fairness_key,
             emit_canvas=options.emit_canvas,
             pinned=prompt.gap.pinned(len(prompt.token_ids)) if prompt.gap else (),
+            constraint=options.constraint,
         )
 
     def _remaining_ms(self) -> int | None:
@@ -248,10 +254,9 @@ class Generation:
                 return await self._call.read()
         except TimeoutError:
             raise self._too_late() from None
-        except Unsupported as refused:
-            if refused.param != "pinned":
-                raise
-            raise of_suffix(refused) from refused
+        except (InvalidRequest, Unsupported) as refused:
+            request = self._request
+            raise as_asked(refused, request.options.constraint, request.suffix) from refused
         except EngineDead as lost:
             engine = self._desk.engine
             if self._call.has_begun or not await engine.wait_ready(_RECONNECT_S):

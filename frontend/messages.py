@@ -10,6 +10,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from frontend.request import Decoding, Sampling
+from tidemill.structured import Constraint
 
 
 class FinishReason(IntEnum):
@@ -117,6 +118,7 @@ class Sequence:
     emit_canvas: bool = False
     pinned: tuple[tuple[int, int], ...] = ()
     """Tokens that are given behind the prompt: (absolute position, token id)."""
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

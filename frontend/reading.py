@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from frontend.parsers.base import Arguments, CallBegun, Content, OutputParser, ToolSpec
 from frontend.parsers.registry import TOOL_PARSERS, OutputFormat
+from frontend.parsers.tools.bare_json import CallListParser, NamedCallParser
 from frontend.request import Chat, TextRequest
 from tidemill.runtime.errors import Unsupported
 
@@ -61,7 +62,11 @@ class Reading:
 def reading_of(chat: Chat, form: OutputFormat, prompt: str) -> Reading | None:
     """How an answer to `chat` is read; None: it is content as it stands. `prompt` is the end of the
     rendered conversation."""
-    parser = form.parser(_specs(chat), prompt)
+    parser: OutputParser | None
+    if chat.must_call:
+        parser = NamedCallParser(chat.called) if chat.called else CallListParser(_specs(chat))
+    else:
+        parser = form.parser(_specs(chat), prompt)
     if parser is None:
         return None
     return Reading(parser, most_calls=None if chat.parallel_tool_calls else 1)
@@ -88,7 +93,8 @@ def check_tools(request: TextRequest, form: OutputFormat, variables: frozenset[s
             "the server with a template that has one (--chat-template)",
             param="tools",
         )
-    if form.tools is None:
+    chats = [prompt for prompt in request.prompts if isinstance(prompt, Chat)]
+    if form.tools is None and not all(chat.must_call for chat in chats):
         raise Unsupported(
             "how this model writes tool calls is not known; leave tools out, or start the server "
             f"with --tool-call-parser and one of {', '.join(sorted(TOOL_PARSERS))}",

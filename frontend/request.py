@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tidemill.runtime.telemetry import Span
+from tidemill.structured import Constraint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,10 @@ class Sampling:
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that must not appear."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,10 @@ class Options:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     add_special_tokens: bool | None = None
+    constraint: Constraint | None = None
+    """A grammar that every answer must follow."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that must not appear; they become tokens of `sampling.bad_words`."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
@@ -94,6 +103,10 @@ class Chat:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     tools: tuple[dict[str, Any], ...] = ()
     """What the model may call; empty where it may call nothing."""
+    must_call: bool = False
+    """The answer is calls alone."""
+    called: str = ""
+    """The tool that must be called; empty: any of them."""
     parallel_tool_calls: bool = True
     """False: only the first call of an answer is told."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -28,6 +28,7 @@ from engine_service.core.strategy import DecodeStrategy, ExecutorLimits
 from engine_service.sampling.batch import DecideBatch, DecideResult, Wants
 from engine_service.sampling.head import KnownLogits
 from engine_service.sampling.logprobs import score_tokens
+from engine_service.sampling.masks import masked_logits
 from engine_service.sampling.rng import request_seed
 from engine_service.sampling.tables import SamplingTables
 
@@ -133,6 +134,7 @@ class ToyTables:
             bias_ids=torch.full((rows, MAX_LISTED_IDS), -1),
             bias_values=torch.zeros(rows, MAX_LISTED_IDS),
             banned_ids=torch.tensor([] if mask_token_id is None else [mask_token_id]).long(),
+            masks=torch.full((rows, -(-VOCAB // 32)), -1, dtype=torch.int32),
             **whole,
             **real,
         )
@@ -142,6 +144,8 @@ class ToyTables:
         for new in plan.new_rows:
             self.rows[new.row], self.pages[new.row] = new, []
             self._write(new)
+        for one in plan.masks:
+            self._write_mask(one.row, one.mask)
         for append in plan.page_appends:
             assert append.index == len(self.pages[append.row]), "pages are appended in order"
             self.pages[append.row] += append.pages
@@ -159,10 +163,22 @@ class ToyTables:
             ),
             bias=any(a.logit_bias for a in asked),
             suppress=any(a.suppress for a in asked),
+            mask=bool((self.masks[rows] != -1).any()),
             max_logprobs=max(alternatives, default=None),
         )
 
+    @property
+    def masks(self) -> torch.Tensor:
+        assert self.sampling.masks is not None
+        return self.sampling.masks
+
+    def _write_mask(self, row: int, mask: bytes) -> None:
+        self.masks[row] = torch.frombuffer(bytearray(mask), dtype=torch.int32)
+
     def _write(self, new: NewRow) -> None:
+        self.masks[new.row] = -1
+        if new.mask is not None:
+            self._write_mask(new.row, new.mask)
         tables, row, asked = self.sampling, new.row, new.sampling
         num_committed = len(new.token_ids)
         tokens = [*new.token_ids, *new.canvas.token_ids]
@@ -299,6 +315,7 @@ class ToyExecutor:
             wants=self.tables.wants(rows.tolist()),
         )
         assert not batch.logits_NV.isnan().any(), "KV that nobody wrote was read"
+        batch = replace(batch, logits=masked_logits(batch))
         result = strategy.decide(batch)
         for index, start, count in zip(chosen, batch.cu_decide.tolist(), counts, strict=False):
             wanted = self.tables.rows[spans[index].row].sampling.logprobs

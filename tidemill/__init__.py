@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    homes = {"LLM": "llm", "SamplingParams": "sampling_params", "SparseParams": "sampling_params"}
-    if name not in (homes := homes | dict.fromkeys(("Client", "AsyncClient"), "client")):
-        raise AttributeError(f"module 'tidemill' has no attribute {name!r}; it has {list(homes)}")
-    return getattr(import_module(f"tidemill.{homes[name]}"), name)
+    home = {"LLM": "llm", "Client": "client", "AsyncClient": "client"}.get(name, "sampling_params")
+    if home == "sampling_params" and not name.endswith("Params"):
+        raise AttributeError(f"module 'tidemill' has no attribute {name!r}")
+    return getattr(import_module(f"tidemill.{home}"), name)

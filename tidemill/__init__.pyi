@@ -3,5 +3,6 @@ from tidemill.client import Client as Client
 from tidemill.llm import LLM as LLM
 from tidemill.sampling_params import SamplingParams as SamplingParams
 from tidemill.sampling_params import SparseParams as SparseParams
+from tidemill.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
 __version__: str

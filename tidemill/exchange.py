@@ -21,6 +21,7 @@ from tidemill.conversation import (
 )
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.sampling_params import SamplingParams
+from tidemill.structured import constraint_of
 
 _SCALARS = (
     "temperature",
@@ -34,6 +35,7 @@ _SCALARS = (
     "seed",
     "max_tokens",
     "min_tokens",
+    "allowed_token_ids",
 )
 _CHAT_ONLY = ("template", "tools", "tool_choice", "parallel_tool_calls")
 
@@ -62,8 +64,9 @@ class CallOptions:
     tools: Sequence[Tool] = ()
     """What the model may call, in OpenAI's form (chat only); the calls are `Choice.tool_calls`."""
     tool_choice: str | Mapping[str, Any] = ""
-    """auto (the default where there are tools) or none, for which the model is told of no tools; a
-    call cannot be forced yet: required and a function by name raise Unsupported (chat only)."""
+    """auto (the default where there are tools); none, for which the model is told of no tools;
+    required, or a function by name: the answer is calls alone, by the tools' schemas (chat
+    only)."""
     parallel_tool_calls: bool = True
     """False: only the first call of an answer is told (chat only)."""
     traceparent: str = ""
@@ -269,6 +272,7 @@ def _chat_options(options: CallOptions) -> Fields:
 
 
 def _options(params: SamplingParams, options: CallOptions) -> Fields:
+    asked = constraint_of(params.structured_outputs)
     return {
         "model": options.model,
         "sampling": {name: getattr(params, name) for name in _SCALARS},
@@ -283,4 +287,6 @@ def _options(params: SamplingParams, options: CallOptions) -> Fields:
         "cache_salt": options.cache_salt,
         "return_token_ids": options.return_token_ids,
         "emit_canvas": options.emit_canvas,
+        "bad_words": params.bad_words,
+        "constraint": None if asked is None else asked.message,
     }

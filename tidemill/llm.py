@@ -14,11 +14,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
+from engine_service.composition import compose
 from engine_service.config import EngineConfig
 from engine_service.core.loop import CoreLoop
 from engine_service.core.messages import Abort, Finish, FinishReason
 from engine_service.core.params import PoolChoice
-from engine_service.rank import compose
+from frontend.choosable import as_asked
 from frontend.request import Chat
 from frontend.template import load_template
 from frontend.tokenizer import TextTokenizer
@@ -34,8 +35,9 @@ from tidemill.offline import (
 from tidemill.outputs import EmbeddingOutput, RequestOutput
 from tidemill.pooled import PoolPrompt, PoolReader, as_pairs, cosines, to_output, to_vector
 from tidemill.prompts import Prompt, PromptReader, as_list, one_per_prompt, with_suffixes
-from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
+from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, ServiceError
 from tidemill.sampling_params import SamplingParams
+from tidemill.structured import constraint_of
 from tidemill.vectors import Input, as_inputs
 
 
@@ -197,12 +199,16 @@ class LLM:
         request_id = f"offline-{next(self._ids)}"
         read = self._reader.read(prompt, params)
         pending = Pending(request_id, read, params, self._tokenizer or NoText())
+        asked = constraint_of(params.structured_outputs)
         keys: list[int] = []
         try:
             for line, submit in zip(pending.lines, to_submits(pending, self._keys), strict=True):
                 self._scheduler.submit(submit)
                 keys.append(submit.key)
                 self._live[submit.key] = line
+        except ServiceError as refused:
+            self._forget(keys)
+            raise as_asked(refused, asked, "") from refused
         except Exception:
             self._forget(keys)
             raise

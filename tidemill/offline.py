@@ -14,16 +14,17 @@ from dataclasses import replace
 
 from engine_service.core.messages import Command, Event, StepOutput, Submit
 from engine_service.core.messages import Finish as CoreFinish
-from engine_service.core.params import DecodingChoice
+from engine_service.core.params import ConstraintSpec, DecodingChoice
 from engine_service.core.params import SamplingParams as CoreSampling
 from frontend.choice import Choice, PromptView, TextDelta, TextLogprob
 from frontend.messages import Delta, Finish, FinishReason, Timings, TokenLogprobs, Usage
 from frontend.request import Options, Sampling
 from frontend.tokenizer import Piece, Vocabulary
 from tidemill.outputs import CompletionOutput, Logprob, RequestOutput, RequestUsage
-from tidemill.prompts import TextPrompt
+from tidemill.prompts import TextPrompt, read_bad_words
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.sampling_params import SamplingParams
+from tidemill.structured import constraint_of
 
 _CALM = (50_000, 20, 20)
 
@@ -165,6 +166,7 @@ class Pending:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
+        self.bad_words = read_bad_words(params, vocabulary)
         view = PromptView(prompt.token_ids, prompt.text or "", gap=prompt.gap)
         options = _options(params)
         choices = (Choice(index, view, vocabulary, options) for index in range(params.n))
@@ -216,7 +218,8 @@ class Pending:
 def to_submits(pending: Pending, keys: Iterator[int]) -> Iterator[Submit]:
     """One Submit per sequence; unseeded sequences of a request draw their own seeds."""
     params, prompt, gap = pending.params, pending.prompt.token_ids, pending.prompt.gap
-    sampling = _core_sampling(params)
+    sampling = replace(_core_sampling(params), bad_words=tuple(pending.bad_words))
+    asked = constraint_of(params.structured_outputs)
     if gap is not None:
         sampling = replace(sampling, max_tokens=gap.num_tokens + len(gap.suffix_ids))
     try:
@@ -234,6 +237,7 @@ def to_submits(pending: Pending, keys: Iterator[int]) -> Iterator[Submit]:
             decoding=DecodingChoice(method=params.method, params=params.knobs),
             choice=choice,
             pinned=gap.pinned(len(prompt)) if gap else (),
+            constraint=None if asked is None else ConstraintSpec(asked.kind, asked.text),
         )
 
 
@@ -280,6 +284,7 @@ def _core_sampling(params: SamplingParams) -> CoreSampling:
         seed=params.seed,
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,
+        allowed_token_ids=tuple(params.allowed_token_ids),
         stop_token_ids=tuple(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,

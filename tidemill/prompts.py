@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, cast
 
 from engine_service.core.checks import check_whole
 from engine_service.core.messages import EngineFacts as CoreFacts
+from frontend.choosable import bad_word_ids
 from frontend.gap import Gap, check_gap, check_suffix_ids, check_suffix_len, fit_prompt
 from frontend.messages import EngineFacts
 from frontend.request import Options, Sampling, TextRequest
-from frontend.tokenizer import TextTokenizer
+from frontend.tokenizer import TextTokenizer, Vocabulary
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.sampling_params import SamplingParams
 
@@ -96,6 +97,18 @@ class PromptReader:
         )
         assert gap is not None, "a suffix with tokens, and no gap"
         return gap
+
+
+def read_bad_words(params: SamplingParams, vocabulary: Vocabulary) -> list[tuple[int, ...]]:
+    """Bad words as tokens; raises InvalidRequest where there is no tokenizer."""
+    if not params.bad_words:
+        return []
+    if not isinstance(vocabulary, TextTokenizer):
+        raise InvalidRequest(
+            "bad_words are texts and need a tokenizer: use an LLM without skip_tokenizer_init",
+            param="bad_words",
+        )
+    return bad_word_ids(params.bad_words, vocabulary)
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

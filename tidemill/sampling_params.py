@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the whole answer must be: exactly one of these."""
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON schema."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """Lark as llguidance reads it, or GBNF."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    structural_tag: str | Mapping[str, Any] | None = None
+    """{"structures": [{"begin", "schema", "end"}], "triggers": [...]}"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +79,13 @@ class SamplingParams:
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
+    allowed_token_ids: list[int] = field(default_factory=list)
+    """Empty: all of them."""
+    bad_words: list[str] = field(default_factory=list)
+    """Texts that must not appear, as the tokenizer writes them with and without a space in front;
+    of several tokens only where tokens are decided from the left."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """A grammar that the whole answer must follow; it ends where the grammar is complete."""
     seed: int | None = None
     """The same seed gives the same tokens, whatever else the engine is doing."""
     max_tokens: int | None = 16

@@ -14,9 +14,10 @@ from engine_service.core.checks import (
     check_number,
     check_token_ids,
     check_whole,
-    penalty_is_neutral,
     read_token_ids,
 )
+from engine_service.core.choosable import Choosable, choosable, is_asked
+from engine_service.core.constraint import Grammars, Vocabulary
 from engine_service.core.messages import Submit
 from engine_service.core.params import (
     MAX_LISTED_IDS,
@@ -26,9 +27,8 @@ from engine_service.core.params import (
 )
 from engine_service.core.pinning import Pinned, output_through, read_pinned
 from engine_service.core.strategy import DecodeStrategy, ModelFacts
+from engine_service.core.support import PENALTIES, check_supported, with_defaults
 from tidemill.runtime.errors import InvalidRequest, Unsupported
-
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +51,14 @@ class Admitted(NamedTuple):
     params: Any
     sampling: ResolvedSampling
     pinned: Pinned
+    choosable: Choosable = Choosable(None, None)
 
 
 class Admission:
     """Fills defaults and checks every value. Stateless between requests.
 
     `defaults` come from the checkpoint's generation_config.json; `seed` serves requests that bring
-    none (0: a fresh one for each).
+    none (0: a fresh one for each). Without `grammars` nobody can say which tokens may be chosen.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Admission:
         default_params: Mapping[str, Any],
         defaults: SamplingParams,
         seed: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         self._model = model
         self._capacity = capacity
@@ -79,6 +81,9 @@ class Admission:
         self._defaults = defaults
         self._seed = seed
         self._eos_ids = frozenset(model.eos_token_ids)
+        never = () if model.mask_token_id is None else (model.mask_token_id,)
+        self._vocabulary = Vocabulary(size=model.vocab_size, never=frozenset(never))
+        self._grammars = grammars
         self._choose_method(DecodingChoice())
 
     def admit(self, submit: Submit) -> Admitted:
@@ -87,8 +92,10 @@ class Admission:
             raise Unsupported("fairness_key is not served by this build", param="fairness_key")
         token_ids = read_token_ids("prompt_token_ids", submit.prompt, self._model.vocab_size)
         strategy, params = self._choose_method(submit.decoding)
-        _check_supported(strategy, submit)
-        asked = _with_defaults(submit.sampling, self._defaults, strategy)
+        is_stepwise = check_supported(strategy, submit)
+        if is_stepwise:
+            params = strategy.constrained(params, submit.decoding.params)
+        asked = with_defaults(submit.sampling, self._defaults, strategy)
         self._check_values(asked)
         max_tokens = self._check_length(len(token_ids), asked, strategy, params)
         prompt_len, vocab_size = len(token_ids), self._model.vocab_size
@@ -98,7 +105,28 @@ class Admission:
         # No stop token before the last pinned one: a request cannot end inside of what it is given.
         least = max(asked.min_tokens or 0, output_through(pinned, prompt_len))
         sampling = self._resolve(replace(asked, min_tokens=least), max_tokens, submit.choice)
-        return Admitted(token_ids, strategy, params, sampling, pinned)
+        found = self._choosable(submit, asked, sampling)
+        if found.constraint is not None:
+            # It hides stop tokens itself, but where a grammar allows nothing else.
+            sampling = replace(sampling, suppress=())
+        return Admitted(token_ids, strategy, params, sampling, pinned, found)
+
+    def _choosable(
+        self, submit: Submit, asked: SamplingParams, sampling: ResolvedSampling
+    ) -> Choosable:
+        param = is_asked(asked, submit.constraint)
+        if not param:
+            return Choosable(None, None)
+        if self._grammars is None:
+            raise Unsupported(f"this engine does not serve {param}; leave it out", param=param)
+        return choosable(
+            asked,
+            submit.constraint,
+            sampling,
+            self._vocabulary,
+            ends=self._eos_ids,
+            grammars=self._grammars,
+        )
 
     def _choose_method(self, choice: DecodingChoice) -> tuple[DecodeStrategy, Any]:
         """The strategy and its typed knobs; the engine's default knobs belong to its own method."""
@@ -218,41 +246,6 @@ class Admission:
 
 def _or(value: float | None, neutral: float) -> float:
     return neutral if value is None else float(value)
-
-
-def _check_supported(strategy: DecodeStrategy, submit: Submit) -> None:
-    """Refuses what the method cannot do, naming the parameter."""
-    asked = submit.sampling
-    wanted = [
-        (name, "penalties", not penalty_is_neutral(name, getattr(asked, name)))
-        for name in PENALTIES
-    ]
-    wanted += [
-        ("logit_bias", "logit_bias", bool(asked.logit_bias)),
-        ("min_tokens", "min_tokens", bool(asked.min_tokens)),
-        ("logprobs", "logprobs", asked.logprobs is not None),
-        ("prompt_logprobs", "prompt_logprobs", asked.prompt_logprobs is not None),
-        ("emit_canvas", "canvas", submit.emit_canvas),
-        ("pinned", "pinned", bool(submit.pinned)),
-    ]
-    for param, capability, is_wanted in wanted:
-        if is_wanted and capability not in strategy.supports:
-            raise Unsupported(
-                f"The decoding method {strategy.name!r} does not support {param}; leave it out.",
-                param=param,
-            )
-
-
-def _with_defaults(
-    asked: SamplingParams, defaults: SamplingParams, strategy: DecodeStrategy
-) -> SamplingParams:
-    """Unset fields take the checkpoint's value, except penalties that the method cannot apply."""
-    names = ["temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos"]
-    if "penalties" in strategy.supports:
-        names += PENALTIES
-    filled = {name: getattr(defaults, name) for name in names if getattr(asked, name) is None}
-    stop_ids = (*asked.stop_token_ids, *defaults.stop_token_ids)
-    return replace(asked, **filled, stop_token_ids=stop_ids)
 
 
 def _context_exceeded(prompt_len: int, max_tokens: int | None, limit: int) -> InvalidRequest:

@@ -19,7 +19,10 @@ class StepDraft:
     everything for every row cost 0.1 ms a step at 256 rows.
     """
 
-    __slots__ = ("budget", "first_pages", "has_dropped", "newcomers", "requests", "spans", "steady")
+    __slots__ = (
+        "budget", "constrained", "first_pages", "has_dropped", "newcomers", "requests", "spans",
+        "steady",
+    )  # fmt: skip
 
     def __init__(self, tokens: int, logits: int, canvases: int) -> None:
         self.budget = Budget(tokens, logits, canvases)
@@ -33,6 +36,8 @@ class StepDraft:
         """The convoy's rows, whose share is out of the budget already."""
         self.has_dropped = False
         """A request lost its row to another one."""
+        self.constrained: list[Request] = []
+        """They decide by masks of their own."""
 
     def add(self, request: Request, span: Span) -> bool:
         """Takes the span's share out of the budget; False, and nothing is done, when it lacks."""
@@ -52,6 +57,8 @@ class StepDraft:
         request.in_flight += 1
         request.launched = span
         request.decoding = last > first
+        if request.constraint is not None and last > first:
+            self.constrained.append(request)
         return True
 
     def reserve(self, num_rows: int, *, beside: int = 0) -> bool:
@@ -76,6 +83,8 @@ class StepDraft:
             return
         index = self.requests.index(request)
         del self.requests[index]
+        if request in self.constrained:
+            self.constrained.remove(request)
         span = self.spans.pop(index)
         request.in_flight -= 1
         self.budget.tokens += span.num_tokens

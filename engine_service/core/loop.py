@@ -14,13 +14,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from engine_service.core.messages import Abort, Command, Event, Fatal, Reject, Shutdown, Submit
+from engine_service.core.preparing import Preparing
 from engine_service.core.scheduler import Scheduler
 from engine_service.core.step import StepPlan
 from engine_service.core.strategy import Executor
-from tidemill.runtime.errors import InternalError, ServiceError
+from tidemill.runtime.errors import InternalError, ServiceError, Unavailable
 
 HEARTBEAT_S = 1.0
 """Most time between two outputs, idle or not; half of what a session promises its clients."""
+
+PREPARING_S = 0.001
+"""How long an idle loop waits for commands before it looks after what is being prepared."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +63,7 @@ class CoreLoop:
         self._heartbeat_s = heartbeat_s
         self._clock = clock
         self._last_output = clock()
+        self._preparing = Preparing()
         self._is_open = True
         self._flights: deque[tuple[StepPlan, Any]] = deque()
         self._depth = 1 if executor.overlaps else 0
@@ -74,7 +79,8 @@ class CoreLoop:
     def turn(self) -> None:
         """Drains the inbox (waiting for it only when there is nothing to do) and runs one step."""
         steps_before, began = self._num_steps, self._own_time_ns()
-        self._drain(0.0 if self._scheduler.has_work else self._heartbeat_s)
+        idle_s = min(PREPARING_S, self._heartbeat_s) if self._preparing else self._heartbeat_s
+        self._drain(0.0 if self._scheduler.has_work else idle_s)
         try:
             plan = self._step()
         except Exception as failure:
@@ -116,20 +122,44 @@ class CoreLoop:
         for command in self._inbox.receive(timeout_s):
             match command:
                 case Submit():
-                    self._submit(command)
+                    self._receive(command)
                 case Abort():
-                    self._scheduler.abort(command)
+                    if not self._preparing.abort(command):
+                        self._scheduler.abort(command)
                 case Shutdown():
                     self._is_open = False
                     self._scheduler.abort_all("the engine is shutting down")
+                    self._refuse_prepared()
+        for submit, failure, aborts in self._preparing.take():
+            self._submit(submit, failure)
+            for abort in aborts:
+                self._scheduler.abort(abort)
 
-    def _submit(self, submit: Submit) -> None:
-        """Queues a sequence, or tells its caller why not; the other sequences never notice."""
+    def _receive(self, submit: Submit) -> None:
+        """A grammar is compiled beside the steps; everything else is queued at once."""
+        job = self._scheduler.prepare(submit)
+        if job is None:
+            self._submit(submit)
+        else:
+            self._preparing.add(submit, job)
+
+    def _refuse_prepared(self) -> None:
+        for submit, *_ in self._preparing.take(all_of_them=True):
+            gone = Unavailable("the engine is shutting down", reason="DRAINING")
+            self._outbox.send([Reject(submit.key, gone)])
+
+    def _submit(self, submit: Submit, failure: BaseException | None = None) -> None:
+        """Queues a sequence, or tells its caller why not; the other sequences never notice.
+
+        `failure`: what went wrong before.
+        """
         try:
+            if failure is not None:
+                raise failure
             self._scheduler.submit(submit)
         except ServiceError as error:
             self._outbox.send([Reject(submit.key, error)])
-        except Exception as failure:
+        except Exception as bug:
             _log.exception("admission failed", extra={"request_id": submit.request_id})
-            reason = f"admission failed: {type(failure).__name__}: {failure}"
+            reason = f"admission failed: {type(bug).__name__}: {bug}"
             self._outbox.send([Reject(submit.key, InternalError(reason))])

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from engine_service.core.params import DecodingChoice, PoolChoice, PoolFacts, SamplingParams
+from engine_service.core.params import (
+    ConstraintSpec,
+    DecodingChoice,
+    PoolChoice,
+    PoolFacts,
+    SamplingParams,
+)
 from engine_service.core.step import Canvas, TokenLogprobs
 from tidemill.runtime.errors import ServiceError
 
@@ -48,6 +54,7 @@ class Submit:
     """Tokens that are given behind the prompt: (absolute position, token id)."""
     pool: PoolChoice | None = None
     """Nothing is generated: the prompt's hidden states are wanted."""
+    constraint: ConstraintSpec | None = None
 
 
 class Abort(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_LISTED_IDS = 300
 """Most entries of logit_bias and of the stop ids (with the eos ids): width of the device tables."""
@@ -33,6 +33,18 @@ class SamplingParams:
     ignore_eos: bool | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that must not appear in the output."""
+
+
+class ConstraintSpec(NamedTuple):
+    """A grammar that the whole output must follow; `kind` is a field of the contract's Constraint,
+    `text` what stands in it (of choices their JSON list)."""
+
+    kind: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

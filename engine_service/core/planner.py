@@ -166,7 +166,11 @@ class Planner:
         A decoding row mostly moves on within its last page: then neither a View is built nor the
         pool asked, and where its end is not near it joins the convoy.
         """
-        launched = request.launched
+        launched, constraint = request.launched, request.constraint
+        if constraint is not None:
+            if beside_step and not constraint.is_ready:
+                return True
+            launched = None
         span = request.strategy.advance(launched) if launched and request.decoding else None
         if span is not None and span.decide_stop <= request.smooth_until:
             if not draft.budget.allows(span) or not self.convoy.join(request, span):
@@ -217,6 +221,8 @@ class Planner:
             if not self._free_rows or draft.budget.tokens <= 0:
                 return
             if request.waits_for is not None and self._pages.is_claimed(request.waits_for):
+                continue
+            if request.constraint is not None and not request.constraint.is_ready:
                 continue
             if not self._admit(request, draft, now):
                 return

@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from engine_service.core.messages import Finish, FinishReason, Timings, Usage
+from engine_service.core.constraint import Constraint
+from engine_service.core.messages import Finish, FinishReason, Submit, Timings, Usage
 from engine_service.core.pages import PageTable
 from engine_service.core.params import ResolvedSampling
-from engine_service.core.pinning import Pinned, num_pinned_before, pin
-from engine_service.core.step import Canvas, Span
+from engine_service.core.pinning import Pinned, num_pinned_before, pin, pinned_from
+from engine_service.core.step import Canvas, NewRow, Span
 from engine_service.core.strategy import DecodeStrategy, View
 
 MAX_PAUSES = 64
@@ -57,6 +58,10 @@ class Request:
     """Its method only appends, and only its tokens are reported."""
     pinned: Pinned = ()
     """Tokens behind the prompt that the caller gave."""
+    mask: bytes | None = None
+    """Ids that it may choose, wherever it decides."""
+    constraint: Constraint | None = None
+    """What it may choose next depends on what it chose: it sits out steps until that is known."""
     smooth_until: int = 0
     """Committed tokens below which nothing is due but to append: no page, seal or end by length.
     0 while that is not so, or not known."""
@@ -133,6 +138,20 @@ class Request:
             self.score_from,
         )
 
+    def new_row(self) -> NewRow:
+        """What a worker must know to take it into its row."""
+        return NewRow(
+            row=self.row,
+            token_ids=list(self.committed),
+            prompt_len=self.prompt_len,
+            canvas=self.canvas,
+            method=self.strategy.name,
+            params=self.params,
+            sampling=self.sampling,
+            pinned=pinned_from(self.pinned, len(self.committed) + len(self.canvas.token_ids)),
+            mask=self.mask,
+        )
+
     def finish(self, ending: Ending, now_ns: int) -> Finish:
         """The terminal event, with what the request used."""
         started = now_ns if self.started_ns is None else self.started_ns
@@ -165,3 +184,10 @@ class Request:
             self.pauses,
             ending.vector,
         )
+
+
+def is_plain(submit: Submit, strategy: DecodeStrategy, sampling: ResolvedSampling) -> bool:
+    """Whether most tokens of a sequence need nothing but to be appended and reported."""
+    watched = (sampling.logprobs, sampling.prompt_logprobs)
+    is_watched = submit.emit_canvas or sampling.stop_token_sequences or watched != (None, None)
+    return strategy.append_only and not is_watched

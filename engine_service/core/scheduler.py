@@ -5,33 +5,37 @@ It owns every request. It does not know a method's name, a tensor or a connectio
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 
+from engine_service.core.constraint import MaskMaker
+from engine_service.core.deadlines import Deadlines
 from engine_service.core.draft import StepDraft
 from engine_service.core.finish import find_stop
 from engine_service.core.messages import Abort, FinishReason, Load, StepOutput, Submit
 from engine_service.core.output import OutputWriter
 from engine_service.core.pages import PageManager
-from engine_service.core.params import ResolvedSampling, SchedulerLimits
-from engine_service.core.pinning import keep_pinned, pin, pinned_from
+from engine_service.core.params import SchedulerLimits
+from engine_service.core.pinning import keep_pinned, pin
 from engine_service.core.planner import Planner
 from engine_service.core.pool_admission import Admits
-from engine_service.core.request import Ending, Request
+from engine_service.core.request import Ending, Request, is_plain
 from engine_service.core.step import (
     EMPTY_CANVAS,
     Decision,
     Decisions,
-    NewRow,
     PageAppend,
+    RowMask,
     Span,
     StepPlan,
 )
-from engine_service.core.strategy import DecodeStrategy
 from tidemill.runtime.errors import Overloaded
 
+MASK_PATIENCE_S = 0.001
+"""How long a step is held up, while another one runs, for rows whose masks are not ready: they
+would sit it out."""
 RETRY_AFTER_MS = 1000
 """What a full queue tells callers to wait: about the life of a short request."""
 
@@ -45,6 +49,7 @@ class Scheduler:
         admission: Admits,
         pages: PageManager,
         limits: SchedulerLimits,
+        masks: MaskMaker | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._admission = admission
@@ -52,8 +57,9 @@ class Scheduler:
         self._planner = Planner(pages, limits)
         self._max_queued = limits.max_queued_requests
         self._clock = clock
+        self._masks = masks or MaskMaker()
         self._requests: dict[int, Request] = {}
-        self._deadlines: list[tuple[int, int]] = []
+        self._deadlines = Deadlines(self._requests)
         self._in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
         self._seq = 0
         self._output = OutputWriter()
@@ -73,6 +79,10 @@ class Scheduler:
         """Positions whose KV is in the pages, or is being computed. O(requests)."""
         return self._planner.live_tokens
 
+    def prepare(self, submit: Submit) -> Future[None] | None:
+        """Starts what a sequence needs before it is submitted; None: nothing."""
+        return self._masks.compile(submit.constraint)
+
     def submit(self, submit: Submit) -> None:
         """Queues a sequence; raises the ServiceError that the caller is to get instead."""
         assert submit.key not in self._requests, f"key {submit.key} is live already"
@@ -82,7 +92,7 @@ class Scheduler:
                 "(--max-queued-requests); retry later.",
                 retry_after_ms=RETRY_AFTER_MS,
             )
-        token_ids, strategy, params, sampling, pinned = self._admission.admit(submit)
+        token_ids, strategy, params, sampling, pinned, found = self._admission.admit(submit)
         prompt_len = len(token_ids)
         max_len = prompt_len + sampling.max_tokens
         canvas = pin(strategy.begin(prompt_len, params, max_len), prompt_len, pinned)
@@ -103,12 +113,17 @@ class Scheduler:
             max_len=max_len,
             stop_ids=sampling.stop_token_ids,
             pinned=pinned,
-            is_plain=_is_plain(submit, strategy, sampling),
+            is_plain=is_plain(submit, strategy, sampling) and found.constraint is None,
+            mask=found.mask,
+            constraint=found.constraint,
         )
+        if found.constraint is not None:
+            self._masks.add(found.constraint)
+            self._masks.begin()
         self._requests[request.key] = request
         self._planner.enqueue(request)
         if submit.deadline_ns is not None:
-            self._watch(submit.deadline_ns, request.key)
+            self._deadlines.watch(submit.deadline_ns, request.key)
 
     def abort(self, abort: Abort) -> None:
         """Ends a sequence; its row and pages go back when the steps that name it are collected."""
@@ -125,7 +140,10 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step; None when there is nothing to run beside the step in flight."""
         now = self._clock()
-        self._expire(now)
+        for key in self._deadlines.due(now):
+            late = Ending(FinishReason.DEADLINE, "the deadline has passed")
+            self._end(self._requests[key], late, now)
+        self._masks.wait(MASK_PATIENCE_S if self._in_flight else None)
         draft = self._planner.plan(now, beside_step=bool(self._in_flight))
         if draft.requests or draft.steady:
             return self._launch_plan(draft)
@@ -141,6 +159,7 @@ class Scheduler:
             self._take(request, span, decision, now)
         if plan.steady:
             self._land(decisions.steady, now)
+        self._masks.begin()
 
     def emit(self, *, heartbeat: bool = False) -> StepOutput | None:
         """What there is to tell since the last call; None when nothing, unless `heartbeat`."""
@@ -152,20 +171,6 @@ class Scheduler:
         """Asserts the invariants of pages, rows and queues. For tests and debugging."""
         self._planner.check_integrity(self._requests)
 
-    def _watch(self, deadline_ns: int, key: int) -> None:
-        """Entries of ended requests stay until they are the majority, or due."""
-        if len(self._deadlines) > 2 * len(self._requests):
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._requests]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (deadline_ns, key))
-
-    def _expire(self, now: int) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, key = heapq.heappop(self._deadlines)
-            request = self._requests.get(key)
-            if request is not None:
-                self._end(request, Ending(FinishReason.DEADLINE, "the deadline has passed"), now)
-
     def _launch_plan(self, draft: StepDraft) -> StepPlan:
         appends: list[PageAppend] = []
         for key, first_page in draft.first_pages.items():
@@ -175,27 +180,14 @@ class Scheduler:
         self._seq += 1
         plan = StepPlan(
             seq=self._seq,
-            new_rows=tuple([self._new_row(request) for request in draft.newcomers]),
+            new_rows=tuple([request.new_row() for request in draft.newcomers]),
             page_appends=tuple(appends),
             own_spans=tuple(draft.spans),
             steady=draft.steady,
+            masks=tuple([RowMask(r.row, c.mask) for r in draft.constrained if (c := r.constraint)]),
         )
         self._in_flight.append((plan, draft.requests))
         return plan
-
-    def _new_row(self, request: Request) -> NewRow:
-        return NewRow(
-            row=request.row,
-            token_ids=list(request.committed),
-            prompt_len=request.prompt_len,
-            canvas=request.canvas,
-            method=request.strategy.name,
-            params=request.params,
-            sampling=request.sampling,
-            pinned=pinned_from(
-                request.pinned, len(request.committed) + len(request.canvas.token_ids)
-            ),
-        )
 
     def _land(self, token_ids: list[int], now: int) -> None:
         """Takes the tokens of the rows that only move on."""
@@ -242,6 +234,10 @@ class Scheduler:
         run, logprobs, request.num_cached, canvas = update
         canvas = canvas.watched() if request.emit_canvas else canvas
         stop = find_stop(committed, request.prompt_len, run, request.sampling) if run else None
+        if request.constraint is not None and run:
+            stop = request.constraint.read(run, stop)
+            if stop is None:
+                self._masks.add(request.constraint)
         if stop:
             run, canvas = run[: stop.keep], EMPTY_CANVAS
         news = run[max(0, request.told_len - len(committed)) :]
@@ -289,10 +285,3 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self._planner.leave(request)
         del self._requests[request.key]
-
-
-def _is_plain(submit: Submit, strategy: DecodeStrategy, sampling: ResolvedSampling) -> bool:
-    """Whether most tokens of a sequence need nothing but to be appended and reported."""
-    watched = (sampling.logprobs, sampling.prompt_logprobs)
-    is_watched = submit.emit_canvas or sampling.stop_token_sequences or watched != (None, None)
-    return strategy.append_only and not is_watched

@@ -140,6 +140,15 @@ class NewRow(NamedTuple):
     params: Any
     sampling: ResolvedSampling
     pinned: tuple[tuple[int, int], ...] = ()
+    mask: bytes | None = None
+    """Ids that may be chosen wherever the row decides (core/constraint.py); None: all."""
+
+
+class RowMask(NamedTuple):
+    """Ids that may be chosen where the row decides now; it stays until there is another."""
+
+    row: int
+    mask: bytes
 
 
 class PageAppend(NamedTuple):
@@ -160,6 +169,7 @@ class StepPlan:
     page_appends: tuple[PageAppend, ...]
     own_spans: tuple[Span, ...]
     steady: SteadyRows | None = None
+    masks: tuple[RowMask, ...] = ()
 
     @property
     def num_spans(self) -> int:

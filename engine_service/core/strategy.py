@@ -78,8 +78,9 @@ class DecodeStrategy(ABC):
 
     Class attributes: `name`; `Params`, the frozen dataclass of per-request knobs (parsed once at
     admission); `supports`, the capabilities of {"penalties", "logprobs", "prompt_logprobs",
-    "min_tokens", "logit_bias", "canvas", "pinned"} that requests may ask for. "pinned" says that
-    fixed positions of a canvas are never decided anew, and needs "min_tokens".
+    "min_tokens", "logit_bias", "canvas", "pinned", "constraint"} that requests may ask for.
+    "pinned" says that fixed positions of a canvas are never decided anew, and needs "min_tokens".
+    "constraint" says that `constrained` is there.
     """
 
     name: ClassVar[str]
@@ -121,6 +122,11 @@ class DecodeStrategy(ABC):
         """A request's knobs over the engine's default ones, for `parse`. A method may leave out
         defaults that mean nothing beside what is asked."""
         return {**defaults, **asked}
+
+    def constrained(self, params: Any, asked: dict[str, Any]) -> Any:
+        """The knobs under which one token is committed at a time, from the left: what may follow
+        depends on it. Raises InvalidRequest naming a knob of those `asked` that says otherwise."""
+        return params
 
     def needs(self, prompt_len: int, max_len: int, params: Any) -> Needs:
         """What a request of at most `max_len` tokens takes; raises InvalidRequest for knobs that
@@ -275,3 +281,4 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     max_logprobs: int
     weight_version: str
+    mask_token_id: int | None = None

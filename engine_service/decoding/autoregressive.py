@@ -28,7 +28,9 @@ class Autoregressive(DecodeStrategy):
 
     name = "autoregressive"
     Params = AutoregressiveParams
-    supports = frozenset({"penalties", "logprobs", "prompt_logprobs", "min_tokens", "logit_bias"})
+    supports = frozenset(
+        {"penalties", "logprobs", "prompt_logprobs", "min_tokens", "logit_bias", "constraint"}
+    )
     mask_block = 1
     max_decide = 1
     min_tokens_per_step = 1

@@ -15,6 +15,7 @@ from engine_service.decoding.knobs import reject_unknown
 from engine_service.decoding.reveal import RevealTables
 from engine_service.decoding.reveal_knobs import (
     RevealKnobs,
+    one_by_one,
     read_knobs,
     remembers,
     with_defaults,
@@ -29,7 +30,7 @@ class BlockDiffusion(DecodeStrategy):
 
     name = "block_diffusion"
     Params = RevealKnobs
-    supports = frozenset({"logprobs", "min_tokens", "logit_bias", "canvas", "pinned"})
+    supports = frozenset({"logprobs", "min_tokens", "logit_bias", "canvas", "pinned", "constraint"})
 
     def __init__(
         self,
@@ -72,6 +73,10 @@ class BlockDiffusion(DecodeStrategy):
         """Checked knobs; `steps` are those of a block."""
         reject_unknown(knobs, RevealKnobs, self.name)
         return read_knobs(knobs, max_steps=self.mask_block)
+
+    def constrained(self, params: RevealKnobs, asked: dict[str, Any]) -> RevealKnobs:
+        """The leftmost mask falls, and no other: what may stand to its right is not known yet."""
+        return one_by_one(params, asked)
 
     def begin(self, committed_len: int, params: Any, max_len: int) -> Canvas:
         """Masks up to the next border; a whole block if the prompt ends on one."""

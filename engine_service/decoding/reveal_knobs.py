@@ -19,6 +19,8 @@ from engine_service.decoding.rules import RULES, Count
 from tidemill.runtime.errors import InvalidRequest
 
 _MAX_POST = 1024
+_NEVER_REACHED = 2.0
+"""A threshold: no probability is as high, and a rule that finds none takes one position."""
 MAX_PARALLEL = 1 << 16
 """Largest `max_parallel`: more positions than any block has."""
 
@@ -125,6 +127,22 @@ def _reject_unread(name: str, knobs: dict[str, Any]) -> None:
                 f" choose a rule that reads it: {readers}.",
                 param=f"decoding.params.{knob}",
             )
+
+
+def one_by_one(knobs: RevealKnobs, asked: dict[str, Any]) -> RevealKnobs:
+    """The knobs that reveal the leftmost mask in every step, as a constraint needs it.
+
+    Raises InvalidRequest for knobs of the caller's own that say how masks fall.
+    """
+    for name in asked:
+        if name in _OF_ALL | _OF_RULES:
+            raise InvalidRequest(
+                f"decoding.params.{name} says how masks fall, but where what may follow depends on "
+                "what was chosen they fall one at a time from the left; leave it out, or leave out "
+                "the constraint (a grammar, or bad_words of several tokens).",
+                param=f"decoding.params.{name}",
+            )
+    return RevealKnobs(remasking="prefix", threshold=_NEVER_REACHED, steps=knobs.steps)
 
 
 def remembers(knobs: RevealKnobs) -> bool:

@@ -55,6 +55,8 @@ class Wants:
     """Some row may still lie below its min_tokens."""
     max_logprobs: int | None
     """Most alternatives any row wants; None: no row wants log-probabilities."""
+    mask: bool = False
+    """Some row may not choose every id."""
     max_top_k: int | None = None
     """Largest top_k of the sampling rows; None: some of them has none."""
 
@@ -66,6 +68,7 @@ class Wants:
             or self.penalties
             or self.bias
             or self.suppress
+            or self.mask
             or self.max_logprobs is not None
         )
 

@@ -2,7 +2,8 @@
 
 Only tensors, no logic: worker/tables.py writes them on admission, `decide` writes `tokens` and
 `fixed` thereafter. Shape legend: R rows (max_rows + 1; the last is a trash row for padding),
-L table width (max_model_len rounded up to page and block), E bias and stop-id slots.
+L table width (max_model_len rounded up to page and block), E bias and stop-id slots, W words of 32
+ids.
 """
 
 from __future__ import annotations
@@ -47,3 +48,6 @@ class SamplingTables:
     """[R, E] float32."""
     banned_ids: torch.Tensor
     """[any] int64: ids that no row may ever choose (the mask token)."""
+    masks: torch.Tensor | None = None
+    """[R, W] int32: bitmasks of the ids that a row may choose, all bits set without a say; None: no
+    row ever had one."""

@@ -5,6 +5,7 @@ It checks what a message can get wrong by itself; what needs the model is core a
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from typing import Any
@@ -13,7 +14,7 @@ from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct, Value
 
 from engine_service.core import messages as core
-from engine_service.core.params import DecodingChoice, SamplingParams
+from engine_service.core.params import ConstraintSpec, DecodingChoice, SamplingParams
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, Unsupported
 from tidemill.v1 import engine_pb2 as pb
 
@@ -33,13 +34,10 @@ SCALARS = (
     "min_tokens",
 )
 _UNSERVED = (
-    ("constraint", "constrained decoding"),
     ("adapter", "adapters"),
     ("fairness_key", "fair sharing between tenants"),
     ("kv_transfer", "KV transfer between engines"),
     ("media", "media inputs"),
-    ("sampling.allowed_token_ids", "a list of allowed tokens"),
-    ("sampling.bad_words", "bad words"),
 )
 
 
@@ -88,6 +86,7 @@ def to_submit(
         deadline_ns=now + min(limits) if limits else None,
         emit_canvas=spec.emit_canvas,
         pinned=tuple((one.position, one.token_id) for one in spec.pinned),
+        constraint=_constraint(spec.constraint) if spec.HasField("constraint") else None,
     )
 
 
@@ -108,10 +107,9 @@ def to_choices(request: pb.GenerateRequest, remaining_s: float | None) -> list[c
 
 
 def _refuse_unserved(spec: pb.GenerateSpec) -> None:
-    for path, what in _UNSERVED:
-        owner, _, name = path.rpartition(".")
-        if _is_set(spec.sampling if owner else spec, name):
-            raise Unsupported(f"{path}: this engine does not serve {what} yet", param=path)
+    for name, what in _UNSERVED:
+        if _is_set(spec, name):
+            raise Unsupported(f"{name}: this engine does not serve {what} yet", param=name)
     if spec.dp_rank:
         raise Unsupported(
             f"dp_rank is {spec.dp_rank}; this engine has no data-parallel ranks yet",
@@ -144,9 +142,22 @@ def _sampling(spec: pb.GenerateSpec) -> SamplingParams:
         stop_token_ids=tuple(stop.token_ids),
         stop_token_sequences=tuple(tuple(one.token_ids) for one in stop.token_sequences),
         ignore_eos=stop.ignore_eos if stop.HasField("ignore_eos") else None,
+        allowed_token_ids=tuple(given.allowed_token_ids),
+        bad_words=tuple(tuple(one.token_ids) for one in given.bad_words),
         logprobs=logprobs.top if logprobs.HasField("top") else None,
         prompt_logprobs=logprobs.prompt_top if logprobs.HasField("prompt_top") else None,
     )
+
+
+def _constraint(given: pb.Constraint) -> ConstraintSpec:
+    kind = given.WhichOneof("grammar")
+    if kind is None or (kind == "json_object" and not given.json_object):
+        raise InvalidRequest(
+            "constraint names no grammar; set one of its fields, or leave it out",
+            param="constraint",
+        )
+    text = json.dumps(list(given.choice.values)) if kind == "choice" else getattr(given, kind)
+    return ConstraintSpec(kind, "" if kind == "json_object" else text)
 
 
 def _plain(struct: Struct) -> dict[str, Any]:

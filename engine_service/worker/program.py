@@ -16,6 +16,7 @@ from engine_service.models.base import CausalModel
 from engine_service.sampling.batch import DecideBatch, DecideResult
 from engine_service.sampling.head import HeadLogits, KnownLogits, Logits
 from engine_service.sampling.logprobs import Scores, score_tokens
+from engine_service.sampling.masks import masked_logits
 from engine_service.worker.batch import AsidePart, DecidePart, ForwardBatch, ScorePart
 from engine_service.worker.pooling import Pooled, PoolPart, pool
 from engine_service.worker.tables import RowTables
@@ -64,18 +65,18 @@ class StepProgram:
     def decide(self, part: DecidePart, logits: Logits) -> DecideResult:
         """Lets the part's strategy decide; it writes tokens and fixed bits into the tables."""
         layout = part.layout
-        result: DecideResult = self.strategies[layout.method].decide(
-            DecideBatch(
-                logits=logits,
-                rows=part.rows,
-                positions=part.positions,
-                span_rows=part.span_rows,
-                cu_decide=part.cu_decide,
-                tables=self.tables.sampling,
-                wants=layout.wants,
-                max_position=layout.max_position,
-            )
+        batch = DecideBatch(
+            logits=logits,
+            rows=part.rows,
+            positions=part.positions,
+            span_rows=part.span_rows,
+            cu_decide=part.cu_decide,
+            tables=self.tables.sampling,
+            wants=layout.wants,
+            max_position=layout.max_position,
         )
+        batch = replace(batch, logits=masked_logits(batch))
+        result: DecideResult = self.strategies[layout.method].decide(batch)
         return result
 
     def score(self, part: ScorePart, hidden: torch.Tensor, chunk: int) -> Scores:

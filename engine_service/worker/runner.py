@@ -53,7 +53,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Starts a step; on an asynchronous device it returns before the step is done."""
-        self._tables.apply(plan.new_rows, plan.page_appends)
+        self._tables.apply(plan.new_rows, plan.page_appends, plan.masks)
         self._admit(plan.new_rows)
         num_own = len(plan.own_spans)
         copies = HostCopies(self._tables.device)

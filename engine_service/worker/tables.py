@@ -14,11 +14,12 @@ from itertools import chain
 import numpy as np
 import torch
 
-from engine_service.core.step import NewRow, PageAppend
+from engine_service.core.step import NewRow, PageAppend, RowMask
 from engine_service.sampling.batch import Wants
 from engine_service.sampling.rng import request_seed
 from engine_service.sampling.tables import SamplingTables
 from engine_service.staging import stage
+from engine_service.worker.masks import MaskTable
 from engine_service.worker.pool_rows import PoolRows
 
 _FIRST_SLOTS = 8
@@ -104,6 +105,7 @@ class RowTables:
         self._floats[1] = 1.0
         self._floats[3] = 1.0
         self.sampling = self._create_sampling(num_rows, table_width, mask_token_id)
+        self._masks = MaskTable(num_rows, device)
         shape = (num_rows, table_width // page_size)
         self.page_table = torch.full(shape, trash_page, dtype=torch.int32, device=device)
         """[R, P] int32."""
@@ -151,8 +153,17 @@ class RowTables:
         """Positions per row."""
         return self.sampling.tokens.shape[1]
 
-    def apply(self, new_rows: Sequence[NewRow], page_appends: Sequence[PageAppend]) -> None:
+    def apply(
+        self,
+        new_rows: Sequence[NewRow],
+        page_appends: Sequence[PageAppend],
+        masks: Sequence[RowMask] = (),
+    ) -> None:
         """Writes a plan's deltas: one write per table, however many rows there are."""
+        if new_rows or masks:
+            self._masks.apply(new_rows, masks)
+            if self._masks.words is not self.sampling.masks:
+                self.sampling = replace(self.sampling, masks=self._masks.words)
         if new_rows:
             self._write_tokens(new_rows)
             self._write_parameters(new_rows)
@@ -172,6 +183,7 @@ class RowTables:
             bias=bool(bias),
             suppress=suppress_until > first_position,
             max_logprobs=None if logprobs < 0 else logprobs,
+            mask=bool(self._masks.has_mask[rows].any()),
             max_top_k=None if bound == _NO_BOUND else bound,
         )
 

@@ -9,7 +9,7 @@ from frontend.api.anthropic_schema import CountTokensBody, MessagesBody, Tool
 from frontend.api.anthropic_turns import to_messages
 from frontend.api.openai_request import to_decoding, to_seed, to_text
 from frontend.api.openai_schema import FunctionBody, ToolBody
-from frontend.api.openai_tools import ToolChoice, to_tools
+from frontend.api.openai_tools import ToolChoice, with_tools
 from frontend.request import Chat, Options, Sampling, TextRequest
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
@@ -46,14 +46,14 @@ def to_conversation(body: CountTokensBody, variables: frozenset[str]) -> Chat:
     if system:
         messages.insert(0, {"role": "system", "content": system})
     choice = body.tool_choice
-    return Chat(
+    chat = Chat(
         messages=messages,
         add_generation_prompt=not continues,
         continue_final_message=continues,
         template_kwargs=_thinking(body, variables),
-        tools=tuple(to_tools(_tools(body.tools or ()), _choice(body))),
-        parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
     )
+    parallel = not (choice and choice.disable_parallel_tool_use)
+    return with_tools(chat, _tools(body.tools or ()), _choice(body), parallel=parallel)
 
 
 def tells_thinking(body: CountTokensBody) -> bool:

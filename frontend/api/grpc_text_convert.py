@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from google.protobuf import json_format
-from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
-from frontend.api.grpc_text_tools import to_tools
+from frontend.api.grpc_text_tools import with_tools
 from frontend.api.openai_request import with_arguments
 from frontend.choice import TextDelta, TextLogprob
 from frontend.messages import Timings, Usage
 from frontend.request import Chat, Decoding, Options, Prompt, Sampling, TextRequest
 from frontend.served import ServedModel
 from tidemill.runtime.errors import InvalidRequest, Unsupported
+from tidemill.structured import Constraint
 from tidemill.v1 import engine_pb2, text_pb2
 
 _LOWEST = -9999.0
-_UNSERVED_OPTIONS = ("constraint", "beam_search")
-_UNSERVED_SAMPLING = ("allowed_token_ids", "bad_words")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 Metadata = dict[str, str]
 
@@ -52,8 +49,7 @@ def to_chat_request(
         continue_final_message=chat.continue_final_message,
         template_kwargs=kwargs,
     )
-    is_parallel = not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls
-    prompt = replace(prompt, tools=to_tools(chat), parallel_tool_calls=is_parallel)
+    prompt = with_tools(prompt, chat)
     return TextRequest(prompts=(prompt,), options=options, prompt_param="messages")
 
 
@@ -97,7 +93,9 @@ def to_tokenize(request: text_pb2.TokenizeRequest) -> tuple[str | Chat, bool | N
 
 def to_options(given: text_pb2.TextOptions, metadata: Metadata, *, echo: bool = False) -> Options:
     """Options; raises Unsupported naming what this build does not serve."""
-    _refuse_unserved(given)
+    if given.HasField("beam_search"):
+        refusal = "beam_search is not served by this build; leave it out"
+        raise Unsupported(refusal, param="beam_search")
     logprobs, kept = given.logprobs, given.truncate_prompt_tokens
     return Options(
         model=given.model,
@@ -108,6 +106,8 @@ def to_options(given: text_pb2.TextOptions, metadata: Metadata, *, echo: bool = 
             method=given.decoding.method or None,
             params=to_plain(given.decoding.params, "decoding.params"),
         ),
+        constraint=_constraint(given.constraint) if given.HasField("constraint") else None,
+        bad_words=tuple(given.bad_words),
         stop=tuple(given.stop),
         stop_token_ids=tuple(given.stop_token_ids),
         ignore_eos=given.ignore_eos if given.HasField("ignore_eos") else None,
@@ -195,22 +195,29 @@ def _prompt(prompt: text_pb2.Prompt) -> Prompt:
 
 
 def _sampling(given: engine_pb2.SamplingParams) -> Sampling:
-    repeated = ("logit_bias", *_UNSERVED_SAMPLING)
+    repeated = ("logit_bias", "allowed_token_ids", "bad_words")
     scalars: dict[str, Any] = {
         field.name: value for field, value in given.ListFields() if field.name not in repeated
     }
-    return Sampling(**scalars, logit_bias=dict(given.logit_bias))
+    return Sampling(
+        **scalars,
+        logit_bias=dict(given.logit_bias),
+        allowed_token_ids=tuple(given.allowed_token_ids),
+        bad_words=tuple(tuple(one.token_ids) for one in given.bad_words),
+    )
 
 
-def _refuse_unserved(given: text_pb2.TextOptions) -> None:
-    for message, names in ((given, _UNSERVED_OPTIONS), (given.sampling, _UNSERVED_SAMPLING)):
-        for name in names:
-            if _is_set(message, name):
-                raise Unsupported(f"{name} is not served by this build; leave it out", param=name)
-
-
-def _is_set(message: Message, name: str) -> bool:
-    return any(field.name == name for field, _ in message.ListFields())
+def _constraint(given: engine_pb2.Constraint) -> Constraint:
+    kind = given.WhichOneof("grammar")
+    if kind is None or (kind == "json_object" and not given.json_object):
+        raise InvalidRequest(
+            "constraint names no grammar; set one of its fields, or leave it out",
+            param="constraint",
+        )
+    if kind == "json_object":
+        return Constraint(kind, "", "constraint.json_object")
+    value = list(given.choice.values) if kind == "choice" else getattr(given, kind)
+    return Constraint.read(kind, value, f"constraint.{kind}")
 
 
 def priority_of(metadata: Metadata) -> int:

@@ -12,17 +12,19 @@ from frontend.api import openai_tools
 from frontend.api.openai_schema import ToolBody
 from frontend.parsers.base import ToolCall
 from frontend.reading import CallDelta
+from frontend.request import Chat
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.v1 import text_pb2
 
 
-def to_tools(chat: text_pb2.ChatOptions) -> tuple[dict[str, Any], ...]:
-    """The tools that the model is told of, as openai_tools.to_tools, which words the refusals."""
+def with_tools(prompt: Chat, chat: text_pb2.ChatOptions) -> Chat:
+    """The prompt with its tools, as openai_tools.with_tools, which words the refusals."""
     choice: str | dict[str, Any] | None = chat.tool_choice.mode or None
     if chat.tool_choice.function_name:
         choice = {"type": "function", "function": {"name": chat.tool_choice.function_name}}
     tools = [_to_tool(tool, f"tools[{i}]") for i, tool in enumerate(chat.tools)]
-    return tuple(openai_tools.to_tools(tools, choice))
+    parallel = chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else None
+    return openai_tools.with_tools(prompt, tools, choice, parallel=parallel)
 
 
 def call_messages(calls: Sequence[ToolCall | CallDelta]) -> list[text_pb2.ToolCall]:

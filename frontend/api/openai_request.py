@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import reprlib
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import orjson
@@ -18,7 +17,8 @@ from frontend.api.openai_schema import (
     GenerationBody,
     Message,
 )
-from frontend.api.openai_tools import to_tools
+from frontend.api.openai_tools import with_tools
+from frontend.api.structured import to_constraint
 from frontend.request import Chat, Decoding, Options, Prompt, Sampling, TextRequest
 from frontend.validation import check_streamed
 from tidemill.runtime.errors import InvalidRequest, Unsupported
@@ -72,11 +72,8 @@ def to_chat(body: ChatBody) -> TextRequest:
         continue_final_message=body.continue_final_message,
         template_kwargs=kwargs,
     )
-    chat = replace(
-        chat,
-        tools=tuple(to_tools(body.tools or [], body.tool_choice)),
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-    )
+    parallel = body.parallel_tool_calls
+    chat = with_tools(chat, body.tools or [], body.tool_choice, parallel=parallel)
     return TextRequest(prompts=(chat,), options=options, prompt_param="messages")
 
 
@@ -117,6 +114,8 @@ def _options(
         decoding=to_decoding(
             body.decoding, threshold=body.threshold, steps=body.steps, remasking=body.remasking
         ),
+        constraint=to_constraint(body),
+        bad_words=tuple(body.bad_words or ()),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos,
@@ -153,6 +152,7 @@ def _sampling(body: GenerationBody) -> Sampling:
         seed=to_seed(body.seed),
         max_tokens=body.max_tokens if max_tokens is None else max_tokens,
         min_tokens=body.min_new_tokens if min_tokens is None else min_tokens,
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
     )
 
 

@@ -51,6 +51,19 @@ class DecodingBody(Body):
     params: dict[str, Any] | None = None
 
 
+class StructuredOutputsBody(Body):
+    """`structured_outputs`, as vLLM has it: exactly one field says what the answer must be."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: StrictBool | None = None
+    structural_tag: dict[str, Any] | str | None = None
+
+
 class GenerationBody(Body):
     """What completions and chat completions share. null is the same as leaving a field out."""
 
@@ -81,6 +94,25 @@ class GenerationBody(Body):
     repetition_penalty: StrictFloat | None = None
     logit_bias: dict[int, StrictFloat] | None = None
     """Keys are token ids, written as strings."""
+    allowed_token_ids: list[StrictInt] | None = None
+    """Only these may be chosen."""
+    bad_words: list[str] | None = None
+    """Up to 256 texts that must not appear, as the tokenizer writes them with and without a space
+    in front; of several tokens each only where tokens are decided from the left."""
+    response_format: dict[str, Any] | None = None
+    """text, json_object, json_schema, or structural_tag with structures and triggers. The answer
+    follows the schema from its first token on, and ends where it is complete."""
+    structured_outputs: StructuredOutputsBody | None = None
+    """vLLM's form: exactly one of json, regex, choice, grammar, json_object, structural_tag."""
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    """Lark as llguidance reads it, or GBNF."""
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
     prompt_logprobs: StrictInt | None = None
     skip_special_tokens: StrictBool | None = None
     add_special_tokens: StrictBool | None = None
@@ -166,7 +198,8 @@ class ChatBody(GenerationBody):
     tools: list[ToolBody] | None = None
     """What the model may call. Needs a chat template with a place for tools."""
     tool_choice: str | dict[str, Any] | None = None
-    """auto or none, for which the model is told of no tools."""
+    """auto; none, for which the model is told of no tools; required, or a function by name: the
+    answer is calls alone, which follow the tools' schemas."""
     parallel_tool_calls: StrictBool | None = None
     """false: only the first call of an answer is told."""
     include_reasoning: StrictBool | None = None

@@ -3,39 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from frontend.api.openai_schema import ToolBody
 from frontend.parsers.base import ToolCall
 from frontend.reading import CallDelta
-from tidemill.runtime.errors import InvalidRequest, Unsupported
+from frontend.request import Chat
+from tidemill.runtime.errors import InvalidRequest
 
 ToolChoice = str | dict[str, Any] | None
 
 
-def to_tools(tools: Sequence[ToolBody], choice: ToolChoice) -> list[dict[str, Any]]:
-    """The tools that the model is told of; none for the choice `none`.
+def with_tools(
+    chat: Chat, tools: Sequence[ToolBody], choice: ToolChoice, *, parallel: bool | None
+) -> Chat:
+    """The chat with the tools that the model is told of, and with what it must call of them.
 
-    Raises InvalidRequest for names that are not unique, and Unsupported for what takes constrained
-    decoding.
+    None are told of for the choice `none`. Raises InvalidRequest for names that are not unique, and
+    for a choice that is none or names no tool.
     """
     names = [tool.function.name for tool in tools]
-    for i, tool in enumerate(tools):
-        if tool.function.name in names[:i]:
+    for i, name in enumerate(names):
+        if name in names[:i]:
             raise InvalidRequest(
-                f"two tools are called {tool.function.name!r}; give each a name of its own",
+                f"two tools are called {name!r}; give each a name of its own",
                 param=f"tools[{i}]",
             )
-        if tool.function.strict:
-            raise Unsupported(
-                f"tools[{i}]: strict: true is not served, because no grammar holds the model to "
-                "the schema; leave strict out, and check the arguments",
-                param=f"tools[{i}]",
-            )
-    _check_choice(choice)
-    if choice == "none":
-        return []
-    return [tool.model_dump(exclude_none=True) for tool in tools]
+    called = _chosen_name(choice)
+    must_call = choice == "required" or bool(called)
+    if not (must_call or choice in (None, "none", "auto")):
+        raise InvalidRequest(
+            "tool_choice must be none, auto, required or "
+            '{"type": "function", "function": {"name": ...}}',
+            param="tool_choice",
+        )
+    if must_call and (not names or called not in ("", *names)):
+        raise InvalidRequest(
+            f"tool_choice is {called or 'required'!r}, and tools has "
+            f"{', '.join(names) or 'none'}; name one of its tools",
+            param="tool_choice",
+        )
+    told = [] if choice == "none" else [tool.model_dump(exclude_none=True) for tool in tools]
+    return replace(
+        chat,
+        tools=tuple(told),
+        must_call=must_call,
+        called=called,
+        parallel_tool_calls=parallel is not False,
+    )
 
 
 def tool_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
@@ -62,26 +78,8 @@ def call_deltas(news: Sequence[CallDelta]) -> list[dict[str, Any]]:
     return entries
 
 
-def _check_choice(choice: ToolChoice) -> None:
-    """Raises for a tool_choice that is none, or that is not served."""
-    if choice is None or choice in ("none", "auto"):
-        return
-    name = _chosen_name(choice)
-    if choice != "required" and name is None:
-        raise InvalidRequest(
-            "tool_choice must be none, auto, required or "
-            '{"type": "function", "function": {"name": ...}}',
-            param="tool_choice",
-        )
-    raise Unsupported(
-        f"tool_choice {name or 'required'!r}: a call cannot be forced, because no grammar holds "
-        "the model to it; use auto, and ask for the call in a message",
-        param="tool_choice",
-    )
-
-
-def _chosen_name(choice: str | dict[str, Any]) -> str | None:
+def _chosen_name(choice: ToolChoice) -> str:
     """The tool that a choice names, if it is of that form."""
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else None
+    return name if isinstance(name, str) else ""

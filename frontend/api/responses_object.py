@@ -106,7 +106,7 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
         "service_tier": "default",
         "store": body.store is not False,
         "temperature": body.temperature,
-        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "text": {"format": _format_of(body), "verbosity": "medium"},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": [tool.model_dump() for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
@@ -114,6 +114,10 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
         "truncation": "disabled",
         "user": body.user,
     }
+
+
+def _format_of(body: ResponsesBody) -> dict[str, Any]:
+    return (body.text and body.text.format) or {"type": "text"}
 
 
 def _usage_of(usage: Usage) -> dict[str, Any]:

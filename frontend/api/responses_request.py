@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from frontend.api.openai_request import to_decoding, to_seed
 from frontend.api.openai_schema import FunctionBody, ToolBody
-from frontend.api.openai_tools import ToolChoice, to_tools
+from frontend.api.openai_tools import ToolChoice, with_tools
 from frontend.api.responses_schema import LOGPROBS, ResponsesBody
 from frontend.api.responses_turns import Turns
+from frontend.api.structured import of_response_format
 from frontend.messages import EngineFacts
 from frontend.request import Chat, Options, Sampling, TextRequest
 from tidemill.runtime.errors import InvalidRequest, Unsupported
+from tidemill.structured import Constraint
 
 
 def check_combination(body: ResponsesBody, facts: EngineFacts) -> None:
@@ -50,15 +52,18 @@ def to_request(body: ResponsesBody, turns: Turns) -> TextRequest:
             max_tokens=body.max_output_tokens,
         ),
         decoding=to_decoding(body.decoding),
+        constraint=_constraint(body),
         logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None,
         user=body.safety_identifier or body.user or "",
     )
-    chat = Chat(
-        messages=[*system, *turns],
-        tools=tuple(to_tools(_tools(body), _choice(body))),
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-    )
+    chat = Chat(messages=[*system, *turns])
+    chat = with_tools(chat, _tools(body), _choice(body), parallel=body.parallel_tool_calls)
     return TextRequest(prompts=(chat,), options=options, prompt_param="input")
+
+
+def _constraint(body: ResponsesBody) -> Constraint | None:
+    given = body.text.format if body.text else None
+    return None if given is None else of_response_format(given, "text.format")
 
 
 def _tools(body: ResponsesBody) -> list[ToolBody]:

@@ -11,8 +11,6 @@ from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt
 from frontend.api.openai_schema import TOOL_NAME, Body, DecodingBody, Int32
 
 LOGPROBS = "message.output_text.logprobs"
-_TEXT = {"type": "text"}
-_MEDIUM = {"verbosity": "medium"}
 
 
 class InputItem(Body):
@@ -38,6 +36,16 @@ class FunctionTool(Body):
     strict: StrictBool | None = None
 
 
+class TextBody(Body):
+    """`text`: what the answer's text must be."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: dict[str, Any] | None = None
+    """text, json_object or json_schema, as response_format of chats, without the inner object."""
+    verbosity: Literal["medium"] | None = None
+
+
 class ResponseStreamOptions(Body):
     """`stream_options`; only for streams."""
 
@@ -52,7 +60,6 @@ class ResponsesBody(Body):
     not_served: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType(
         {
             "max_tool_calls": (),
-            "text": ({}, {"format": _TEXT}, _MEDIUM, {"format": _TEXT, **_MEDIUM}),
             "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
             "truncation": ("disabled",),
             "conversation": (),
@@ -120,10 +127,12 @@ class ResponsesBody(Body):
     """Another name of user, which goes before it."""
     prompt_cache_key: str | None = None
     """Without effect: equal beginnings of prompts share their pages without being named."""
+    text: TextBody | None = None
     tools: list[FunctionTool] | None = None
     """Need a chat template with a place for tools."""
     tool_choice: str | dict[str, Any] | None = None
-    """auto or none, for which the model is told of no tools."""
+    """auto; none, for which the model is told of no tools; required, or a function by name: the
+    answer is calls alone, which follow the tools' schemas."""
     parallel_tool_calls: StrictBool | None = None
     """false: only the first call of an answer is told."""
     seed: StrictInt | None = None

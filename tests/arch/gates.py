@@ -32,7 +32,7 @@ OPTIONAL_WHEELS = {
 """What only some installations have, or only some runs need."""
 
 LAZY_IMPORTS = {
-    "engine_service/rank.py": "reports its first stage before torch is loaded",
+    "engine_service/composition.py": "reports its first stage before torch is loaded",
     "tidemill/bench": "options are read before torch is loaded",
     "tidemill/commands": "a verb loads torch only when it runs",
 }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine_service.core.admission import Admission, Capacity
+from engine_service.core.constraint import Grammars, MaskMaker
 from engine_service.core.messages import Abort, Finish, Submit
 from engine_service.core.pages import PageManager
 from engine_service.core.params import DecodingChoice, SamplingParams, SchedulerLimits
@@ -71,8 +72,10 @@ class ToyEngine:
         strategies: dict[str, DecodeStrategy] | None = None,
         default_method: str = AR,
         shifts: dict[str, int] | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.setup = setup
+        self.masks = MaskMaker(grammars)
         self.now_ns = 1_000_000_000
         self.strategies = strategies or {
             AR: Autoregressive(),
@@ -98,6 +101,7 @@ class ToyEngine:
                 max_queued_requests=setup.max_queued_requests,
                 age_bound_s=setup.age_bound_s,
             ),
+            masks=self.masks,
             clock=lambda: self.now_ns,
         )
         self.results: dict[int, Result] = {}
@@ -114,7 +118,9 @@ class ToyEngine:
                 eos_token_ids=(EOS,),
                 max_logprobs=5,
                 weight_version="toy",
+                mask_token_id=MASK,
             ),
+            grammars=self.masks.grammars,
             capacity=Capacity(
                 num_pages=setup.num_pages,
                 page_size=setup.page_size,
@@ -138,6 +144,7 @@ class ToyEngine:
     ) -> int:
         """Queues a request (ignore_eos unless said otherwise) and returns its key."""
         of_submit = ("priority", "cache_salt", "deadline_ns", "emit_canvas", "choice", "pinned")
+        of_submit += ("constraint",)
         outer = {name: options.pop(name) for name in of_submit if name in options}
         key = len(self.results) + 1
         self.scheduler.submit(

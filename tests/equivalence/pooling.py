@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from engine_service.composition import Engine, compose
 from engine_service.config import EngineConfig
 from engine_service.core.messages import Finish, Submit
 from engine_service.core.params import DecodingChoice, PoolChoice, SamplingParams
-from engine_service.rank import Engine, compose
 
 
 def make_engine(folder: Path, **flags: object) -> Engine:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from engine_service.composition import Engine
 from engine_service.core.messages import Submit
 from engine_service.core.params import DecodingChoice, SamplingParams
-from engine_service.rank import Engine
 from engine_service.worker.tables import RowTables
 from tests.equivalence.test_pinned import Asked, reference
 from tests.equivalence.test_worker_engine import BLOCK, VOCAB, Dense, as_sdar, make_engine

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine_service.composition import Engine, compose
 from engine_service.config import EngineConfig
 from engine_service.core.messages import Submit
 from engine_service.core.params import DecodingChoice, SamplingParams
-from engine_service.rank import Engine, compose
 from tests.equivalence.references import random_knobs, reference_block
 from tests.fakes import MASK
 from tests.models.checkpoints import SIZES, Case, write

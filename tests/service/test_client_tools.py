@@ -26,7 +26,7 @@ from tidemill.exchange import (
     text_fields,
 )
 from tidemill.runtime.errors import InvalidRequest, ServiceError, Unsupported
-from tidemill.sampling_params import SamplingParams
+from tidemill.sampling_params import SamplingParams, StructuredOutputsParams
 
 ALL = "{# <tool_call> <think></think> #}{{ {'messages': messages, 'tools': tools} | tojson }}"
 """A template that shows all that it is told."""
@@ -142,14 +142,25 @@ async def test_choices_of_tools(tmp_path: Path) -> None:
         ]
         assert {part.index for part in parts} == {0}
         named = {"type": "function", "function": {"name": "get_weather"}}
-        for choice, words in (("required", "'required'"), (named, "'get_weather'")):
+        listed = json.dumps([{"name": "get_weather", "parameters": {"city": "Zug"}}] * 2)
+        for choice, said, count in (("required", listed, 2), (named, '{"city": "Zug"}', 1)):
             forced = CallOptions(tools=[WEATHER], tool_choice=choice)
-            with pytest.raises(Unsupported, match=words) as refused:
-                await client.chat(ANSWER, options=forced)
+            answer = await client.chat(said, options=forced)
+            calls = [(call.name, json.loads(call.arguments)) for call in answer.tool_calls]
+            assert calls == [("get_weather", {"city": "Zug"})] * count
+            assert (answer.text, answer.choices[0].finish_reason) == ("", "tool_calls")
+            asked = served.engine.submits[-1].constraint
+            assert json.dumps(WEATHER["function"]["parameters"])[1:-1] in asked.ebnf
+            assert ("get_weather" in asked.ebnf) == (choice == "required")
+            also = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+            with pytest.raises(InvalidRequest, match="leave out one of them") as refused:
+                await client.chat(said, also, forced)
             assert refused.value.param == "tool_choice"
         strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
-        with pytest.raises(Unsupported, match="strict: true is not served"):
-            await client.chat("a", options=CallOptions(tools=[strict]))
+        await client.chat("a", options=CallOptions(tools=[strict]))
+        tag = json.loads(served.engine.submits[-1].constraint.structural_tag)
+        assert tag["triggers"] == ["<tool_call>"]
+        assert "get_weather" in tag["structures"][0]["begin"]
         with pytest.raises(InvalidRequest, match="two tools are called"):
             await client.chat("a", options=CallOptions(tools=[WEATHER, WEATHER]))
 

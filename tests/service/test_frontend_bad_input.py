@@ -246,12 +246,8 @@ async def test_grpc_unknown_model_and_unserved_fields(served: Stack) -> None:
         assert refused.value.param == "x-priority"
     user = {"role": "user", "parts": [{"text": "a"}]}
     unserved: dict[str, dict[str, Any]] = {
-        "constraint": {"options": {"constraint": {"regex": "a"}}},
         "beam_search": {"options": {"beam_search": {"width": 2}}},
-        "allowed_token_ids": {"options": {"sampling": {"allowed_token_ids": [1]}}},
-        "bad_words": {"options": {"sampling": {"bad_words": [{"token_ids": [1]}]}}},
         "tools": {"chat": {"tools": [{"name": "f"}]}},
-        "tool_choice": {"chat": {"tool_choice": {"function_name": "f"}}},
         "reasoning_effort": {"chat": {"reasoning_effort": "low"}},
         "messages[0].parts": {"messages": [{"role": "user", "parts": [{"image_url": "x"}]}]},
     }

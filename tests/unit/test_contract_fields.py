@@ -46,8 +46,9 @@ SPECIAL: dict[str, Any] = {
     "options.skip_special_tokens": False,
     "options.spaces_between_special_tokens": False,
     "chat.add_generation_prompt": False,
-    "chat.tools": [{"name": "f"}],
+    "chat.tools": [{"name": "g"}],
     "chat.tool_choice.mode": "required",
+    "chat.tool_choice.function_name": "f",
     "chat.parallel_tool_calls": False,
     "skip_special_tokens": False,
     "messages": [{"role": "user", "parts": [{"text": "other"}]}],
@@ -130,6 +131,7 @@ def of_call(request: engine_pb2.GenerateRequest) -> object:
 SPEC = engine_pb2.GenerateSpec(request_id="base", prompt_token_ids=pack([1]))
 TEXT = {"prompt": {"text": "base"}}
 CHAT = {"messages": [{"role": "assistant", "parts": [{"text": "a"}]}]}
+CALLING = {**CHAT, "chat": {"tools": [{"name": "f"}]}}
 
 
 def of_pool(request: engine_pb2.PoolRequest) -> object:
@@ -181,7 +183,7 @@ def test_requests_of_hidden_states() -> None:
 
 @pytest.mark.parametrize("kind", ["ChatRequest", "ChatStreamRequest"])
 def test_chat_requests(kind: str) -> None:
-    assert dropped(getattr(text_pb2, kind)(**CHAT), of_chat) == []
+    assert dropped(getattr(text_pb2, kind)(**CALLING), of_chat) == []
 
 
 def test_messages() -> None:

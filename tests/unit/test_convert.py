@@ -64,18 +64,11 @@ def test_the_smaller_limit_is_the_deadline() -> None:
 
 
 UNSERVED = {
-    "constraint": pb.GenerateSpec(constraint=pb.Constraint()),
     "adapter": pb.GenerateSpec(adapter="a"),
     "fairness_key": pb.GenerateSpec(fairness_key="a"),
     "kv_transfer": pb.GenerateSpec(kv_transfer={}),
     "media": pb.GenerateSpec(media=[pb.MediaItem()]),
     "dp_rank": pb.GenerateSpec(dp_rank=1),
-    "sampling.allowed_token_ids": pb.GenerateSpec(
-        sampling=pb.SamplingParams(allowed_token_ids=[1])
-    ),
-    "sampling.bad_words": pb.GenerateSpec(
-        sampling=pb.SamplingParams(bad_words=[pb.TokenSequence()])
-    ),
 }
 
 
@@ -91,11 +84,37 @@ def test_every_field_of_the_contract_is_served_or_refused() -> None:
     served = {
         "request_id", "prompt_token_ids", "sampling", "decoding", "stop", "logprobs",
         "cache_salt", "priority", "timeout_ms", "traceparent", "tracestate", "choice",
-        "emit_canvas", "pinned",
+        "emit_canvas", "pinned", "constraint",
     }  # fmt: skip
     hints = {"prompt_digest", "group"}  # for routers and logs; they ask nothing of an engine
     fields = {field.name for field in pb.GenerateSpec.DESCRIPTOR.fields}
-    assert fields == served | hints | {name for name in UNSERVED if "." not in name}
+    assert fields == served | hints | {*UNSERVED}
+
+
+CONSTRAINTS = {
+    "json_schema": ({"json_schema": "{}"}, "{}"),
+    "json_object": ({"json_object": True}, ""),
+    "regex": ({"regex": "a"}, "a"),
+    "choice": ({"choice": {"values": ["a", "b"]}}, '["a", "b"]'),
+    "ebnf": ({"ebnf": "g"}, "g"),
+    "structural_tag": ({"structural_tag": "{}"}, "{}"),
+}
+
+
+def test_what_restricts_the_tokens() -> None:
+    assert set(CONSTRAINTS) == {field.name for field in pb.Constraint.DESCRIPTOR.fields}
+    for kind, (fields, text) in CONSTRAINTS.items():
+        spec = pb.GenerateSpec(constraint=pb.Constraint(**fields))  # type: ignore[arg-type]
+        assert to_submit(spec).constraint == (kind, text)
+    assert to_submit(pb.GenerateSpec()).constraint is None
+    for empty in (pb.Constraint(), pb.Constraint(json_object=False)):
+        with pytest.raises(InvalidRequest, match="names no grammar") as caught:
+            to_submit(pb.GenerateSpec(constraint=empty))
+        assert caught.value.param == "constraint"
+    words = [pb.TokenSequence(token_ids=[1, 2]), pb.TokenSequence(token_ids=[3])]
+    sampling = pb.SamplingParams(allowed_token_ids=[4, 5], bad_words=words)
+    read = to_submit(pb.GenerateSpec(sampling=sampling)).sampling
+    assert (read.allowed_token_ids, read.bad_words) == ((4, 5), ((1, 2), (3,)))
 
 
 def test_malformed_prompt_and_choices() -> None:

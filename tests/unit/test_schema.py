@@ -165,19 +165,11 @@ def test_wrong_values_name_their_field(fields: dict[str, object], param: str) ->
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
-        {"response_format": {"type": "json_object"}},
+        {"structural_tag": "{}"},
         {"use_beam_search": True},
-        {"allowed_token_ids": [1]},
-        {"bad_words": ["x"]},
         {"suffix": "end"},
         {"chat_template": "{{ x }}"},
-        {"guided_json": {}},
-        {"structured_outputs": {"regex": "a"}},
         {"stop_regex": "a"},
-        {"grammar": "a"},
-        {"ebnf": "a"},
         {"echo": True},
         {"store": True},
         {"max_new_tokens": 5},
@@ -211,13 +203,6 @@ def test_earlier_reasoning_reaches_the_template_under_the_name_it_reads(name: st
     (prompt,) = chat(messages=[*HELLO["messages"], earlier, *HELLO["messages"]]).prompts
     said = {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
     assert prompt.messages[1] == said
-
-
-def test_a_strict_tool_is_refused_because_nothing_holds_the_model_to_it() -> None:
-    strict = {"type": "function", "function": {"name": "g", "strict": True}}
-    with pytest.raises(Unsupported, match="strict") as caught:
-        chat(tools=[TOOL, strict])
-    assert caught.value.param == "tools[1]"
 
 
 def test_chat_options() -> None:
@@ -293,6 +278,10 @@ EXAMPLES: dict[str, object] = {
     "logit_bias": {"3": 1.0}, "prompt_logprobs": 1, "skip_special_tokens": False,
     "add_special_tokens": False, "truncate_prompt_tokens": 3, "priority": 3, "cache_salt": "x",
     "user": "x", "decoding": {"method": "x"}, "threshold": 0.5, "steps": 3, "remasking": "x",
+    "allowed_token_ids": [3], "bad_words": ["x"], "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "x"}, "guided_json": {}, "guided_regex": "x",
+    "guided_choice": ["x"], "guided_grammar": "x", "json_schema": "{}", "regex": "x", "ebnf": "x",
+    "grammar": "x",
     "best_of": 3, "spaces_between_special_tokens": False, "truncation_side": "right",
 }  # fmt: skip
 """A value for each field of a body that changes the request behind it."""

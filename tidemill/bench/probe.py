@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine_service.composition import Engine
     from engine_service.core.messages import StepOutput, Submit
-    from engine_service.rank import Engine
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class TextOptions(_message.Message):
-    __slots__ = ("model", "sampling", "decoding", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens", "spaces_between_special_tokens", "n", "best_of", "logprobs", "constraint", "cache_salt", "truncate_prompt_tokens", "return_token_ids", "beam_search", "user", "emit_canvas", "truncation_side")
+    __slots__ = ("model", "sampling", "decoding", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens", "spaces_between_special_tokens", "n", "best_of", "logprobs", "constraint", "cache_salt", "truncate_prompt_tokens", "return_token_ids", "beam_search", "user", "emit_canvas", "truncation_side", "bad_words")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DECODING_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class TextOptions(_message.Message):
     USER_FIELD_NUMBER: _ClassVar[int]
     EMIT_CANVAS_FIELD_NUMBER: _ClassVar[int]
     TRUNCATION_SIDE_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     model: str
     sampling: _engine_pb2.SamplingParams
     decoding: _engine_pb2.DecodingSpec
@@ -52,7 +53,8 @@ class TextOptions(_message.Message):
     user: str
     emit_canvas: bool
     truncation_side: str
-    def __init__(self, model: _Optional[str] = ..., sampling: _Optional[_Union[_engine_pb2.SamplingParams, _Mapping]] = ..., decoding: _Optional[_Union[_engine_pb2.DecodingSpec, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., add_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., logprobs: _Optional[_Union[_engine_pb2.LogprobsSpec, _Mapping]] = ..., constraint: _Optional[_Union[_engine_pb2.Constraint, _Mapping]] = ..., cache_salt: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., return_token_ids: _Optional[bool] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., user: _Optional[str] = ..., emit_canvas: _Optional[bool] = ..., truncation_side: _Optional[str] = ...) -> None: ...
+    bad_words: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., sampling: _Optional[_Union[_engine_pb2.SamplingParams, _Mapping]] = ..., decoding: _Optional[_Union[_engine_pb2.DecodingSpec, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., add_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., logprobs: _Optional[_Union[_engine_pb2.LogprobsSpec, _Mapping]] = ..., constraint: _Optional[_Union[_engine_pb2.Constraint, _Mapping]] = ..., cache_salt: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., return_token_ids: _Optional[bool] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ..., user: _Optional[str] = ..., emit_canvas: _Optional[bool] = ..., truncation_side: _Optional[str] = ..., bad_words: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class BeamSearch(_message.Message):
     __slots__ = ("width", "length_penalty", "early_stopping")

@@ -1,0 +1,208 @@
+"""Grammars by llguidance (guidance-ai/llguidance): JSON schema, regular expressions, choices, Lark,
+GBNF and structural tags, over the vocabulary of the checkpoint's tokenizer.
+
+It does not know requests or when masks are wanted.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine_service.core.params import ConstraintSpec
+from tidemill.runtime.errors import InvalidRequest, Unsupported
+
+try:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer, StructTag, grammar_from
+
+    _IS_INSTALLED = True
+except ModuleNotFoundError:
+    _IS_INSTALLED = False
+
+MAX_TEXT = 1 << 20
+"""Characters of a grammar."""
+_MAX_KEPT = 128
+"""Compiled grammars that are kept, the last ones used."""
+_SILENT = 0
+_COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
+_SPACE: Any = {"whitespace_pattern": r" |\r?\n[ \t]{0,24}"}
+"""Between the tokens of JSON: a space, or a new line and its indentation. Where any white space may
+stand, weak models fill their answers with it."""
+
+
+class LlMatcher:
+    """core.constraint.Matcher."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing may follow, or a stop token came where the grammar accepts."""
+        return self.matcher.is_stopped() and self.matcher.stop_reason() in _COMPLETE
+
+    @property
+    def failure(self) -> str:
+        """A limit of the library, or a token that does not fit."""
+        if not self.matcher.is_stopped() or self.is_complete:
+            return ""
+        text = self.matcher.get_error() or self.matcher.stop_reason()
+        return f"the grammar cannot go on: {_first_line(text)}"
+
+    def accept(self, token_id: int) -> None:
+        """See Matcher."""
+        self.matcher.consume_token(token_id)
+
+
+class LlGrammars:
+    """core.constraint.Grammars. The tokenizer is read when the first grammar is asked for: it takes
+    a second where the vocabulary is large."""
+
+    def __init__(self, folder: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """`folder` is to hold tokenizer.json, whose ids end before `vocab_size`."""
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._tokenizer: LLTokenizer | None = None
+        self._reading = threading.Lock()
+        self._kept: OrderedDict[ConstraintSpec, LLMatcher] = OrderedDict()
+        self._keeping = threading.Lock()
+        self._executor = LLExecutor() if _IS_INSTALLED else None
+
+    def is_compiled(self, spec: ConstraintSpec) -> bool:
+        """See Grammars."""
+        return spec in self._kept
+
+    def compile(self, spec: ConstraintSpec) -> None:
+        """See Grammars."""
+        self._matcher(spec)
+
+    def open(self, spec: ConstraintSpec) -> LlMatcher:
+        """See Grammars."""
+        return LlMatcher(self._matcher(spec).deep_copy())
+
+    def masks(self, matchers: Sequence[LlMatcher]) -> list[bytes]:
+        """See Grammars. On as many cores as llguidance takes."""
+        num_words = -(-self._vocab_size // 32)
+        words = np.zeros((len(matchers), num_words), dtype=np.int32)
+        live = [(one.matcher, i) for i, one in enumerate(matchers) if not one.failure]
+        if live:
+            assert self._executor is not None, "a matcher without llguidance"
+            self._executor.unsafe_compute_mask_ptr(
+                live, words.ctypes.data, num_words * 4, len(matchers)
+            )
+        return [line.tobytes() for line in words]
+
+    def _matcher(self, spec: ConstraintSpec) -> LLMatcher:
+        """The compiled grammar, at its start; nobody may move it."""
+        with self._keeping:
+            if spec in self._kept:
+                self._kept.move_to_end(spec)
+                return self._kept[spec]
+        tokenizer = self._read_tokenizer(spec)
+        made = LLMatcher(tokenizer, _grammar(spec, tokenizer), log_level=_SILENT)
+        if made.is_error():
+            raise _wrong(spec, made.get_error())
+        with self._keeping:
+            self._kept[spec] = made
+            while len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
+        return made
+
+    def _read_tokenizer(self, spec: ConstraintSpec) -> LLTokenizer:
+        with self._reading:
+            if self._tokenizer is None:
+                self._tokenizer = self._open_tokenizer(f"constraint.{spec.kind}")
+            return self._tokenizer
+
+    def _open_tokenizer(self, param: str) -> LLTokenizer:
+        path = Path(self._folder) / "tokenizer.json"
+        absent = ""
+        if not _IS_INSTALLED:
+            absent = "llguidance is not installed: pip install 'tidemill[engine]'"
+        elif not (self._folder and path.is_file()):
+            absent = "the model has no tokenizer.json: start the engine with --tokenizer FOLDER"
+        if absent:
+            raise Unsupported(f"{param}: grammars are not served here; {absent}", param=param)
+        try:
+            return LLTokenizer(
+                path.read_text(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
+            )
+        except Exception as failure:  # the library raises what its parser raises
+            raise Unsupported(
+                f"{param}: grammars are not served here; tokenizer.json is not understood: "
+                f"{_first_line(str(failure))}",
+                param=param,
+            ) from failure
+
+
+def _grammar(spec: ConstraintSpec, tokenizer: LLTokenizer) -> str:
+    """The grammar as llguidance takes it; raises InvalidRequest."""
+    if len(spec.text) > MAX_TEXT:
+        raise _wrong(spec, f"it has {len(spec.text)} characters; at most {MAX_TEXT} are allowed")
+    make: dict[str, Callable[[str], str]] = {
+        "json_schema": _of_schema,
+        "json_object": lambda _: _of_schema('{"type": "object"}'),
+        "regex": LLMatcher.grammar_from_regex,
+        "choice": _of_choices,
+        "ebnf": lambda text: grammar_from("grammar", text),
+        "structural_tag": lambda text: _of_tags(text, tokenizer),
+    }
+    try:
+        return make[spec.kind](spec.text)
+    except (ValueError, TypeError, KeyError, AssertionError, RecursionError) as failure:
+        raise _wrong(spec, str(failure)) from failure
+
+
+def _of_schema(text: str) -> str:
+    return LLMatcher.grammar_from_json_schema(text, defaults=_SPACE)
+
+
+def _of_choices(text: str) -> str:
+    return grammar_from("choice", text)
+
+
+def _of_tags(text: str, tokenizer: LLTokenizer) -> str:
+    """{"structures": [{"begin", "schema", "end"}], "triggers": [...]}: free text in which whatever
+    begins with a trigger is one of the structures."""
+    given = json.loads(text)
+    triggers = given["triggers"]
+    tags = []
+    for one in given["structures"]:
+        begin = one["begin"]
+        trigger = next((t for t in triggers if t and begin.startswith(t)), None)
+        if trigger is None:
+            raise ValueError(f"no trigger begins {begin!r}; name one in triggers")
+        schema = {"x-guidance": _SPACE, **one["schema"]}
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=one["end"]))
+    if not tags:
+        raise ValueError("structures is empty")
+    specials = [_is_special(trigger, tokenizer) for trigger in triggers]
+    if any(specials) and not all(specials):
+        raise ValueError("triggers must all be special tokens of the model, or none of them")
+    return StructTag.to_grammar(tags, assume_special=all(specials))
+
+
+def _is_special(text: str, tokenizer: LLTokenizer) -> bool:
+    ids: list[int] = tokenizer.tokenize_str(text, parse_special=True)
+    return len(ids) == 1 and tokenizer.is_special_token(ids[0])
+
+
+def _wrong(spec: ConstraintSpec, why: str) -> InvalidRequest:
+    what = spec.kind.replace("_", " ")
+    return InvalidRequest(
+        f"The {what} does not compile: {_first_line(why)}. Correct it, or leave it out.",
+        reason="GRAMMAR_INVALID",
+        param=f"constraint.{spec.kind}",
+    )
+
+
+def _first_line(text: Any) -> str:
+    """The library adds its state, and the grammar, line by line."""
+    return " ".join(str(text).split("<state>")[0].split())[:300].rstrip(".")

@@ -1,0 +1,66 @@
+"""What an answer may consist of: texts that must not appear, and the engine's refusals on it.
+
+It does not know grammars: the engine compiles them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from frontend.gap import of_suffix
+from frontend.request import Options
+from tidemill.runtime.errors import InvalidRequest, ServiceError, Unsupported
+from tidemill.structured import Constraint
+
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 1024
+
+
+class Encoder(Protocol):
+    """A tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+
+def with_bad_words(options: Options, encoder: Encoder) -> Options:
+    """The options with their bad words as tokens. Raises InvalidRequest."""
+    if not options.bad_words:
+        return options
+    sequences = (*options.sampling.bad_words, *bad_word_ids(options.bad_words, encoder))
+    return replace(options, sampling=replace(options.sampling, bad_words=sequences))
+
+
+def bad_word_ids(words: Sequence[str], encoder: Encoder) -> list[tuple[int, ...]]:
+    """Every word as it stands, and as it is written behind another one: with a space in front.
+
+    As in vLLM, other ways to cut a word into tokens are not looked for.
+    """
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest(
+            f"bad_words has {len(words)} texts; at most {MAX_BAD_WORDS} are allowed",
+            param="bad_words",
+        )
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
+            raise InvalidRequest(
+                f"a bad word has {len(word)} characters; it must have 1 to {MAX_BAD_WORD_CHARS}",
+                param="bad_words",
+            )
+        for text in (word, f" {word.lstrip()}"):
+            ids = tuple(encoder.encode(text, add_special_tokens=False))
+            if ids:
+                found[ids] = None
+    return list(found)
+
+
+def as_asked(refused: ServiceError, constraint: Constraint | None, suffix: str) -> ServiceError:
+    """The engine's refusal in the words of who asked: of a grammar under the name that it was
+    given, of pinned tokens for a suffix."""
+    if isinstance(refused, Unsupported) and refused.param == "pinned" and suffix:
+        return of_suffix(refused)
+    if constraint is None or not (refused.param or "").startswith("constraint"):
+        return refused
+    return type(refused)(refused.message, reason=refused.reason, param=constraint.param)

@@ -1,0 +1,94 @@
+"""A grammar is compiled beside the steps: nobody waits for it, and every key gets one answer."""
+
+from __future__ import annotations
+
+import threading
+
+from engine_service.core.loop import CoreLoop
+from engine_service.core.messages import Abort, FinishReason, Reject, Shutdown, StepOutput
+from engine_service.core.params import ConstraintSpec
+from tests.equivalence.harness import Setup, ToyEngine
+from tests.equivalence.toy_grammar import ToyGrammars, spec
+from tests.fakes import ToyModel
+from tests.unit.test_loop import Wire, submit
+from tidemill.runtime.errors import InvalidRequest, Unavailable
+
+
+class SlowGrammars(ToyGrammars):
+    """Compiles when it is told to."""
+
+    def __init__(self) -> None:
+        self.may_go = threading.Event()
+
+    def compile(self, spec: ConstraintSpec) -> None:
+        self.may_go.wait()
+        super().compile(spec)
+
+
+class Desk:
+    """A loop whose wire brings one batch of commands, then nothing."""
+
+    def __init__(self, *commands: object) -> None:
+        self.grammars = SlowGrammars()
+        self.engine = ToyEngine(ToyModel(1), Setup(), grammars=self.grammars)
+        self.wire = Wire(list(commands))  # type: ignore[arg-type]
+        self.loop = CoreLoop(
+            inbox=self.wire,
+            outbox=self.wire,
+            scheduler=self.engine.scheduler,
+            executor=self.engine.executor,
+            heartbeat_s=0.0,
+        )
+
+    def answers(self) -> dict[int, object]:
+        """The terminal event of each key that has one."""
+        found: dict[int, object] = {}
+        for event in self.wire.sent:
+            ends = [(event.key, event.error)] if isinstance(event, Reject) else []
+            if isinstance(event, StepOutput):
+                ends += [(event.keys[row], finish.reason) for row, finish in event.finished]
+            for key, what in ends:
+                assert key not in found, f"{key} was answered twice"
+                found[key] = what
+        return found
+
+    def turn_until(self, count: int) -> dict[int, object]:
+        """Turns until so many keys are answered."""
+        for _ in range(100_000):
+            if len(self.answers()) >= count:
+                break
+            self.loop.turn()
+        return self.answers()
+
+
+def test_others_go_on_while_a_grammar_is_compiled() -> None:
+    desk = Desk(submit(1, [1, 2], constraint=spec(4)), submit(2, [1, 2]))
+    assert desk.turn_until(1) == {2: FinishReason.LENGTH}
+    assert desk.engine.executor.num_steps == 4
+    desk.grammars.may_go.set()
+    assert set(desk.turn_until(2)) == {1, 2}
+    assert not desk.engine.scheduler.has_work
+
+
+def test_what_does_not_compile_is_rejected_alone() -> None:
+    desk = Desk(submit(1, [1, 2], constraint=spec(4)._replace(text="x")), submit(2, [1, 2]))
+    desk.grammars.may_go.set()
+    answers = desk.turn_until(2)
+    assert isinstance(answers[1], InvalidRequest)
+    assert answers[1].param == "constraint.regex"
+    assert answers[2] is FinishReason.LENGTH
+
+
+def test_an_abort_that_comes_early_counts() -> None:
+    desk = Desk(submit(1, [1, 2], constraint=spec(4)), Abort(1), submit(2, [1, 2]))
+    assert desk.turn_until(1) == {2: FinishReason.LENGTH}
+    desk.grammars.may_go.set()
+    assert desk.turn_until(2)[1] is FinishReason.ABORTED
+    assert not desk.engine.scheduler.has_work
+
+
+def test_a_shutdown_answers_what_is_being_prepared() -> None:
+    desk = Desk(submit(1, [1, 2], constraint=spec(4)), Shutdown())
+    desk.loop.run()
+    desk.grammars.may_go.set()
+    assert isinstance(desk.answers()[1], Unavailable)

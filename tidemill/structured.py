@@ -1,0 +1,77 @@
+"""Structured outputs as callers write them, as the one grammar that goes to the engine.
+
+Whether a grammar compiles is the engine's to say. It does not know gRPC.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from tidemill.runtime.errors import InvalidRequest
+from tidemill.sampling_params import StructuredOutputsParams
+
+_KINDS = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "ebnf",
+    "structural_tag": "structural_tag",
+}
+
+
+class Constraint(NamedTuple):
+    """A grammar for the whole answer: `kind` is a field of the contract's Constraint, `text` what
+    stands in it (of choices their JSON list), `param` what the caller calls it."""
+
+    kind: str
+    text: str
+    param: str
+
+    @classmethod
+    def read(cls, kind: str, value: Any, param: str) -> Constraint:
+        """Raises InvalidRequest for a value of the wrong type; what it says is the engine's."""
+        if kind == "choice":
+            is_right = isinstance(value, list | tuple) and bool(value)
+            is_right = is_right and all(isinstance(one, str) for one in value)
+            wording = "a list of one text or more"
+        elif kind in ("json_schema", "structural_tag"):
+            is_right, wording = isinstance(value, str | Mapping), "an object, or its JSON"
+        else:
+            is_right, wording = isinstance(value, str), "a text"
+        if not is_right:
+            raise InvalidRequest(f"{param} must be {wording}", param=param)
+        if isinstance(value, str):
+            return cls(kind, value, param)
+        try:
+            return cls(kind, json.dumps(value, allow_nan=False), param)
+        except (TypeError, ValueError, RecursionError) as failure:
+            raise InvalidRequest(f"{param} is not JSON: {failure}", param=param) from failure
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """Fields of the contract's Constraint."""
+        if self.kind == "choice":
+            return {"choice": {"values": json.loads(self.text)}}
+        return {self.kind: True if self.kind == "json_object" else self.text}
+
+
+def constraint_of(asked: StructuredOutputsParams | None) -> Constraint | None:
+    """Raises InvalidRequest unless one field is given, and of the right type."""
+    if asked is None:
+        return None
+    names = [one.name for one in fields(asked)]
+    given = [name for name in names if getattr(asked, name) not in (None, False)]
+    if len(given) != 1:
+        raise InvalidRequest(
+            f"structured_outputs has {', '.join(given) or 'nothing'}; give exactly one of "
+            f"{', '.join(names)}",
+            param="structured_outputs",
+        )
+    (name,) = given
+    param = f"structured_outputs.{name}"
+    if name == "json_object":
+        return Constraint("json_object", "", param)
+    return Constraint.read(_KINDS[name], getattr(asked, name), param)
