@@ -5,17 +5,14 @@ It does not know gRPC. One thread drives the same scheduler and worker that the 
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
 from engine_service.composition import compose
-from engine_service.config import EngineConfig
 from engine_service.core.loop import CoreLoop
 from engine_service.core.messages import Abort, Finish, FinishReason
 from engine_service.core.params import PoolChoice
@@ -23,6 +20,7 @@ from frontend.choosable import as_asked
 from frontend.request import Chat
 from frontend.template import load_template
 from frontend.tokenizer import TextTokenizer
+from tidemill.keywords import engine_config
 from tidemill.offline import (
     Line,
     Mailbox,
@@ -53,14 +51,7 @@ class LLM:
     def __init__(
         self, model: str = "demo", *, skip_tokenizer_init: bool = False, **config: Any
     ) -> None:
-        known = {field.name for field in fields(EngineConfig)}
-        for name in config:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise TypeError(f"LLM() got an unknown keyword {name!r}{hint}")
-        # A queue bound protects a service from its callers; here the caller holds the queue.
-        self.config = EngineConfig(model=model, **{"max_queued_requests": sys.maxsize, **config})
+        self.config = engine_config(model, config)
         self.engine = compose(self.config, _silent)
         """Its parts, for those who measure them."""
         self.facts = self.engine.facts

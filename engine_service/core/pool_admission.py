@@ -21,7 +21,7 @@ from engine_service.core.pooling import Pooling
 from engine_service.core.strategy import ModelFacts
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
-_NOTHING = ResolvedSampling(
+NOTHING_SAMPLED = ResolvedSampling(
     temperature=0.0,
     top_p=1.0,
     top_k=0,
@@ -104,7 +104,7 @@ class PoolAdmission:
             # A token of the second text is a token of its own (models/bert.py).
             second = (token + self._model.vocab_size for token in token_ids[start:])
             token_ids = [*token_ids[:start], *second]
-        return Admitted(token_ids, strategy, params, _NOTHING, ())
+        return Admitted(token_ids, strategy, params, NOTHING_SAMPLED, ())
 
     def _resolve(self, asked: PoolChoice) -> PoolingParams:
         if asked.task != "embed":

@@ -61,54 +61,62 @@ def rerank_routes(desk: FrontDesk) -> APIRouter:
     async def rerank(request: Request) -> Response:
         """The documents in the order in which they fit the query."""
         body = parse(await read_body(request, desk.config.max_body_bytes), RerankBody)
-        texts = [one if isinstance(one, str) else one.text for one in body.documents]
-        pairs = tuple(TextPair(body.query, text) for text in texts)
-        ingress = request.state.ingress
-        asked = PoolRequest(inputs=pairs, param="documents", **common(body))
-        work = score_pairs(desk, asked, ingress)
-        vectors, usage, model = await unless_gone(request.receive, work)
-        results: list[dict[str, Any]] = [
-            {"index": index, "relevance_score": vectors[index][0]}
-            for index in best_first([vector[0] for vector in vectors], body.top_n)
-        ]
-        if body.return_documents is not False:
-            for result in results:
-                result["document"] = {"text": texts[result["index"]]}
-        return JsonResponse(
-            {
-                "id": f"rerank-{ingress.request_id}",
-                "model": model,
-                "results": results,
-                "usage": pooled_usage(usage),
-            }
-        )
+        return await _rank(desk, body, request)
 
     async def score(request: Request) -> Response:
         """A number for every pair."""
         body = parse(await read_body(request, desk.config.max_body_bytes), ScoreBody)
-        ingress = request.state.ingress
-        asked = PoolRequest(inputs=_pairs(body), param="text_2", **common(body))
-        work = score_pairs(desk, asked, ingress)
-        vectors, usage, model = await unless_gone(request.receive, work)
-        return JsonResponse(
-            {
-                "id": f"score-{ingress.request_id}",
-                "object": "list",
-                "created": ingress.created,
-                "model": model,
-                "data": [
-                    {"index": index, "object": "score", "score": vector[0]}
-                    for index, vector in enumerate(vectors)
-                ],
-                "usage": pooled_usage(usage),
-            }
-        )
+        return await _score(desk, body, request)
 
     for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
         router.post(path, openapi_extra=documented(RerankBody))(rerank)
     for path in ("/v1/score", "/score"):
         router.post(path, openapi_extra=documented(ScoreBody))(score)
     return router
+
+
+async def _rank(desk: FrontDesk, body: RerankBody, request: Request) -> Response:
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    pairs = tuple(TextPair(body.query, text) for text in texts)
+    asked = PoolRequest(inputs=pairs, param="documents", **common(body))
+    ingress = request.state.ingress
+    work = score_pairs(desk, asked, ingress)
+    vectors, usage, model = await unless_gone(request.receive, work)
+    results: list[dict[str, Any]] = [
+        {"index": index, "relevance_score": vectors[index][0]}
+        for index in best_first([vector[0] for vector in vectors], body.top_n)
+    ]
+    if body.return_documents is not False:
+        for result in results:
+            result["document"] = {"text": texts[result["index"]]}
+    return JsonResponse(
+        {
+            "id": f"rerank-{ingress.request_id}",
+            "model": model,
+            "results": results,
+            "usage": pooled_usage(usage),
+        }
+    )
+
+
+async def _score(desk: FrontDesk, body: ScoreBody, request: Request) -> Response:
+    asked = PoolRequest(inputs=_pairs(body), param="text_2", **common(body))
+    ingress = request.state.ingress
+    work = score_pairs(desk, asked, ingress)
+    vectors, usage, model = await unless_gone(request.receive, work)
+    return JsonResponse(
+        {
+            "id": f"score-{ingress.request_id}",
+            "object": "list",
+            "created": ingress.created,
+            "model": model,
+            "data": [
+                {"index": index, "object": "score", "score": vector[0]}
+                for index, vector in enumerate(vectors)
+            ],
+            "usage": pooled_usage(usage),
+        }
+    )
 
 
 def best_first(scores: list[float], top_n: int | None) -> list[int]:

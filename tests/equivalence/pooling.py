@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from engine_service.composition import Engine, compose
 from engine_service.config import EngineConfig
 from engine_service.core.messages import Finish, Submit
 from engine_service.core.params import DecodingChoice, PoolChoice, SamplingParams
+from engine_service.core.step import StepPlan
 
 
 def make_engine(folder: Path, **flags: object) -> Engine:
@@ -40,7 +43,10 @@ def submit(
 class Outcome:
     """What came out of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, overlaps: bool = False) -> None:
+        self.depth = int(overlaps)
+        """Steps that are launched before the one ahead of them is collected."""
+        self.flights: deque[tuple[StepPlan, Any]] = deque()
         self.tokens: dict[int, list[int]] = {}
         self.finishes: dict[int, Finish] = {}
         self.num_steps = 0
@@ -65,7 +71,10 @@ def step(engine: Engine, outcome: Outcome) -> None:
     plan = engine.scheduler.schedule()
     if plan is not None:
         outcome.num_steps += 1
-        engine.scheduler.apply(plan, engine.executor.collect(engine.executor.launch(plan)))
+        outcome.flights.append((plan, engine.executor.launch(plan)))
+    if outcome.flights and (plan is None or len(outcome.flights) > outcome.depth):
+        oldest, handle = outcome.flights.popleft()
+        engine.scheduler.apply(oldest, engine.executor.collect(handle))
     engine.scheduler.check_integrity()
     output = engine.scheduler.emit()
     if output is None:

@@ -145,7 +145,8 @@ def test_the_reference_tells_kinds_apart(checkpoint):
         assert np.abs(right - wrong).max() > 50 * CLOSE
 
 
-def test_generating_neighbours_do_not_notice(checkpoint):
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_generating_neighbours_do_not_notice(checkpoint, overlaps):
     folder, model = checkpoint
     rng = random.Random(3)
     prompts = prompts_of(rng, 8)
@@ -158,7 +159,7 @@ def test_generating_neighbours_do_not_notice(checkpoint):
     for key, prompt in enumerate(prompts):
         submit(engine, key, prompt, None)
         submit(engine, 100 + key, prompt, PoolChoice(kind=KINDS[key % 3]))
-    outcome = run(engine)
+    outcome = run(engine, Outcome(overlaps=overlaps))
     assert {key: outcome.tokens[key] for key in expected} == expected
     for key, prompt in enumerate(prompts):
         wanted = pool_reference(states_of(model, prompt), KINDS[key % 3])
@@ -245,3 +246,10 @@ def test_what_cannot_be_pooled_is_refused_by_name(checkpoint, choice, prompt, ki
         submit(engine, 1, prompt, choice)
     assert refused.value.param == param
     assert not engine.scheduler.has_work
+
+
+def test_without_a_model_there_is_nothing_to_pool():
+    engine = make_engine("demo", executor="simulated", simulated_step_ms=0.0)
+    with pytest.raises(Unsupported, match="simulated") as refused:
+        submit(engine, 1, [1], PoolChoice())
+    assert refused.value.param == "task"

@@ -76,11 +76,12 @@ async def test_the_sdk_gets_a_vector_for_every_input(
 async def test_dimensions_and_length_are_the_callers(tmp_path: Path) -> None:
     async with stack(tmp_path) as served, sdk(served) as client:
         answer = await client.embeddings.create(
-            model="fake", input="tide", dimensions=3, extra_body={"normalize": False}
+            model="fake", input="tide", dimensions=3, extra_body={"normalize": False, "priority": 3}
         )
         assert answer.data[0].embedding == expected("tide", dimensions=3, normalize=False)
         (asked,) = served.engine.pools
         assert (asked.dimensions, asked.normalize, asked.task) == (3, False, pb.POOL_TASK_EMBED)
+        assert asked.priority == 3
         assert not asked.HasField("pooling")
 
 
