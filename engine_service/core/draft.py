@@ -6,7 +6,7 @@ It does not decide anything; the planner adds and drops rows.
 from __future__ import annotations
 
 from engine_service.core.request import Request
-from engine_service.core.step import FULL, Span
+from engine_service.core.step import FULL, RowMask, Span, SteadyRows
 from engine_service.core.strategy import Budget
 
 
@@ -20,8 +20,8 @@ class StepDraft:
     """
 
     __slots__ = (
-        "budget", "constrained", "first_pages", "newcomers", "num_idle", "requests",
-        "spans",
+        "budget", "constrained", "first_pages", "has_dropped", "newcomers", "requests", "spans",
+        "steady",
     )  # fmt: skip
 
     def __init__(self, tokens: int, logits: int, canvases: int) -> None:
@@ -34,8 +34,10 @@ class StepDraft:
         """They take their rows in this step."""
         self.constrained: list[Request] = []
         """They decide by masks of their own."""
-        self.num_idle = 0
-        """Running requests with nothing to do before the step in flight is collected."""
+        self.steady: SteadyRows | None = None
+        """The convoy's rows, whose share is out of the budget already."""
+        self.has_dropped = False
+        """A request lost its row to another one."""
 
     def add(self, request: Request, span: Span) -> bool:
         """Takes the span's share out of the budget; False, and nothing is done, when it lacks."""
@@ -59,10 +61,21 @@ class StepDraft:
             self.constrained.append(request)
         return True
 
-    def sit_out(self) -> bool:
-        """Counts a request that has nothing to do; True: it lacks nothing."""
-        self.num_idle += 1
+    def reserve(self, num_rows: int, *, beside: int = 0) -> bool:
+        """Takes the share of steady rows out of the budget; False, and nothing is done, when it
+        lacks, or would lack if all of `beside` rows were as small."""
+        budget = self.budget
+        if max(num_rows, beside) > min(budget.tokens, budget.logits):
+            return False
+        budget.tokens -= num_rows
+        budget.logits -= num_rows
         return True
+
+    @property
+    def masks(self) -> tuple[RowMask, ...]:
+        """What the rows may choose that decide by masks of their own; waits until that is known."""
+        rows = [(request.row, request.constraint) for request in self.constrained]
+        return tuple([RowMask(row, one.mask) for row, one in rows if one is not None])
 
     def has(self, request: Request) -> bool:
         """Whether the request does something in this step. O(rows)."""
@@ -70,6 +83,7 @@ class StepDraft:
 
     def drop(self, request: Request) -> None:
         """Takes a request out again, if it is in, and gives its share back."""
+        self.has_dropped = True
         self.first_pages.pop(request.key, None)
         if not self.has(request):
             return

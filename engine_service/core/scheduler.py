@@ -5,14 +5,14 @@ It owns every request. It does not know a method's name, a tensor or a connectio
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from engine_service.core.admission import Admission
 from engine_service.core.constraint import MaskMaker
+from engine_service.core.deadlines import Deadlines
 from engine_service.core.draft import StepDraft
 from engine_service.core.finish import find_stop
 from engine_service.core.messages import Abort, FinishReason, Load, StepOutput, Submit
@@ -25,17 +25,14 @@ from engine_service.core.request import Ending, Request, is_plain
 from engine_service.core.step import (
     EMPTY_CANVAS,
     Decision,
+    Decisions,
     NewRow,
     PageAppend,
-    RowMask,
     Span,
     StepPlan,
 )
 from tidemill.runtime.errors import Overloaded
 
-MASK_PATIENCE_S = 0.001
-"""How long a step is held up, while another one runs, for rows whose masks are not ready: they
-would sit it out."""
 RETRY_AFTER_MS = 1000
 """What a full queue tells callers to wait: about the life of a short request."""
 
@@ -59,7 +56,7 @@ class Scheduler:
         self._clock = clock
         self._masks = masks or MaskMaker()
         self._requests: dict[int, Request] = {}
-        self._deadlines: list[tuple[int, int]] = []
+        self._deadlines = Deadlines()
         self._in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
         self._seq = 0
         self._output = OutputWriter()
@@ -77,7 +74,7 @@ class Scheduler:
     @property
     def live_tokens(self) -> int:
         """Positions whose KV is in the pages, or is being computed. O(requests)."""
-        return sum(r.launched.kv_len for r in self._requests.values() if r.launched is not None)
+        return self._planner.live_tokens
 
     def prepare(self, submit: Submit) -> Future[None] | None:
         """Starts what a sequence needs before it is submitted; None: nothing."""
@@ -118,12 +115,11 @@ class Scheduler:
             constraint=found.constraint,
         )
         if found.constraint is not None:
-            self._masks.add(found.constraint)
-            self._masks.begin()
+            self._masks.begin(found.constraint)
         self._requests[request.key] = request
         self._planner.enqueue(request)
         if submit.deadline_ns is not None:
-            self._watch(submit.deadline_ns, request.key)
+            self._deadlines.watch(submit.deadline_ns, request.key, self._requests)
 
     def abort(self, abort: Abort) -> None:
         """Ends a sequence; its row and pages go back when the steps that name it are collected."""
@@ -141,25 +137,22 @@ class Scheduler:
         """The next step; None when there is nothing to run beside the step in flight."""
         now = self._clock()
         self._expire(now)
-        self._masks.wait(MASK_PATIENCE_S if self._in_flight else None)
+        self._masks.wait(beside_step=bool(self._in_flight))
         draft = self._planner.plan(now, beside_step=bool(self._in_flight))
-        if draft.requests:
+        if draft.requests or draft.steady:
             return self._launch_plan(draft)
         assert self._in_flight or not self._requests, f"stuck with {len(self._requests)} requests"
         return None
 
-    def apply(self, plan: StepPlan, decisions: Sequence[Decision | None]) -> None:
-        """Takes the decisions of the oldest step in flight, one for every span of its plan."""
+    def apply(self, plan: StepPlan, decisions: Decisions) -> None:
+        """Takes the decisions of the oldest step in flight."""
         launched, requests = self._in_flight.popleft()
         assert launched is plan, f"step {plan.seq} collected before step {launched.seq}"
         now = self._clock()
-        for request, span, decision in zip(requests, plan.spans, decisions, strict=True):
-            request.in_flight -= 1
-            if request.ending is None:
-                if decision is None or not self._append(request, span, decision.token_ids):
-                    self._settle(request, span, decision, now)
-            elif request.in_flight == 0:
-                self._release(request)
+        for request, span, decision in zip(requests, plan.own_spans, decisions.own, strict=True):
+            self._take(request, span, decision, now)
+        if plan.steady:
+            self._land(decisions.steady, now)
         self._masks.begin()
 
     def emit(self, *, heartbeat: bool = False) -> StepOutput | None:
@@ -172,16 +165,8 @@ class Scheduler:
         """Asserts the invariants of pages, rows and queues. For tests and debugging."""
         self._planner.check_integrity(self._requests)
 
-    def _watch(self, deadline_ns: int, key: int) -> None:
-        """Entries of ended requests stay until they are the majority, or due."""
-        if len(self._deadlines) > 2 * len(self._requests):
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._requests]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (deadline_ns, key))
-
     def _expire(self, now: int) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, key = heapq.heappop(self._deadlines)
+        for key in self._deadlines.due(now):
             request = self._requests.get(key)
             if request is not None:
                 self._end(request, Ending(FinishReason.DEADLINE, "the deadline has passed"), now)
@@ -197,8 +182,9 @@ class Scheduler:
             seq=self._seq,
             new_rows=tuple([self._new_row(request) for request in draft.newcomers]),
             page_appends=tuple(appends),
-            spans=tuple(draft.spans),
-            masks=tuple([RowMask(r.row, c.mask) for r in draft.constrained if (c := r.constraint)]),
+            own_spans=tuple(draft.spans),
+            steady=draft.steady,
+            masks=draft.masks,
         )
         self._in_flight.append((plan, draft.requests))
         return plan
@@ -218,6 +204,25 @@ class Scheduler:
             mask=request.mask,
         )
 
+    def _land(self, token_ids: list[int], now: int) -> None:
+        """Takes the tokens of the rows that only move on."""
+        convoy = self._planner.convoy
+        keys, token_ids, stragglers, full = convoy.land(token_ids)
+        self._output.rows(keys, token_ids)
+        for request, num_cached in full:
+            self._pages.seal(request.table, request.committed, num_cached)
+            convoy.note_unit(request)
+        for request, span, token_id in stragglers:
+            self._take(request, span, Decision([token_id], [True]), now)
+
+    def _take(self, request: Request, span: Span, decision: Decision | None, now: int) -> None:
+        request.in_flight -= 1
+        if request.ending is None:
+            if decision is None or not self._append(request, span, decision.token_ids):
+                self._settle(request, span, decision, now)
+        elif request.in_flight == 0:
+            self._release(request)
+
     def _append(self, request: Request, span: Span, run: list[int]) -> bool:
         """Commits a run where nothing else can be due; else does nothing and returns False.
 
@@ -236,6 +241,7 @@ class Scheduler:
 
     def _settle(self, request: Request, span: Span, decision: Decision | None, now: int) -> None:
         """Applies one decision: commit, cut at the first end, seal, report."""
+        self._planner.convoy.leave(request)
         committed, before = request.committed, request.canvas
         update = request.strategy.settle(len(committed), before, span, decision)
         if request.pinned:
@@ -283,6 +289,7 @@ class Scheduler:
         """Tells the caller; the first ending wins."""
         if request.ending is not None:
             return
+        self._planner.convoy.leave(request)
         request.ending = ending
         self._output.finish(request.key, request.finish(ending, now))
         if request.in_flight == 0:
