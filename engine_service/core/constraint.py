@@ -18,6 +18,10 @@ from engine_service.core.params import ConstraintSpec
 
 _LOG = logging.getLogger("tidemill.rank")
 
+PATIENCE_S = 0.001
+"""How long a step is held up, while another one runs, for rows whose masks are not ready: they
+would sit it out."""
+
 
 class Matcher(Protocol):
     """How far one request is in its grammar."""
@@ -209,18 +213,19 @@ class MaskMaker:
         """It needs the mask of its next token."""
         self._added.append(constraint)
 
-    def begin(self) -> None:
-        """Starts to make the masks of all that were added."""
+    def begin(self, *more: Constraint) -> None:
+        """Starts to make the masks of all that were added, and of these."""
+        self._added += more
         if self._added:
             added, self._added = self._added, []
             self._newest = self._masking.submit(self._make, added)
             for one in added:
                 one.begin(self._newest)
 
-    def wait(self, timeout_s: float | None) -> None:
-        """Until all masks that were begun are there, or so long."""
+    def wait(self, *, beside_step: bool) -> None:
+        """Until all masks that were begun are there; beside a step that runs, not for long."""
         if self._newest is not None and not self._newest.done():
-            wait((self._newest,), timeout_s)
+            wait((self._newest,), PATIENCE_S if beside_step else None)
 
     def _make(self, constraints: Sequence[Constraint]) -> None:
         matchers = [one.matcher for one in constraints if one.matcher is not None]

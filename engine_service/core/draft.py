@@ -6,7 +6,7 @@ It does not decide anything; the planner adds and drops rows.
 from __future__ import annotations
 
 from engine_service.core.request import Request
-from engine_service.core.step import FULL, Span, SteadyRows
+from engine_service.core.step import FULL, RowMask, Span, SteadyRows
 from engine_service.core.strategy import Budget
 
 
@@ -32,12 +32,12 @@ class StepDraft:
         """By request key: the first page-table entry that the worker does not know yet."""
         self.newcomers: list[Request] = []
         """They take their rows in this step."""
+        self.constrained: list[Request] = []
+        """They decide by masks of their own."""
         self.steady: SteadyRows | None = None
         """The convoy's rows, whose share is out of the budget already."""
         self.has_dropped = False
         """A request lost its row to another one."""
-        self.constrained: list[Request] = []
-        """They decide by masks of their own."""
 
     def add(self, request: Request, span: Span) -> bool:
         """Takes the span's share out of the budget; False, and nothing is done, when it lacks."""
@@ -70,6 +70,12 @@ class StepDraft:
         budget.tokens -= num_rows
         budget.logits -= num_rows
         return True
+
+    @property
+    def masks(self) -> tuple[RowMask, ...]:
+        """What the rows may choose that decide by masks of their own; waits until that is known."""
+        rows = [(request.row, request.constraint) for request in self.constrained]
+        return tuple([RowMask(row, one.mask) for row, one in rows if one is not None])
 
     def has(self, request: Request) -> bool:
         """Whether the request does something in this step. O(rows)."""

@@ -27,15 +27,11 @@ from engine_service.core.step import (
     Decision,
     Decisions,
     PageAppend,
-    RowMask,
     Span,
     StepPlan,
 )
 from tidemill.runtime.errors import Overloaded
 
-MASK_PATIENCE_S = 0.001
-"""How long a step is held up, while another one runs, for rows whose masks are not ready: they
-would sit it out."""
 RETRY_AFTER_MS = 1000
 """What a full queue tells callers to wait: about the life of a short request."""
 
@@ -118,8 +114,7 @@ class Scheduler:
             constraint=found.constraint,
         )
         if found.constraint is not None:
-            self._masks.add(found.constraint)
-            self._masks.begin()
+            self._masks.begin(found.constraint)
         self._requests[request.key] = request
         self._planner.enqueue(request)
         if submit.deadline_ns is not None:
@@ -143,7 +138,7 @@ class Scheduler:
         for key in self._deadlines.due(now):
             late = Ending(FinishReason.DEADLINE, "the deadline has passed")
             self._end(self._requests[key], late, now)
-        self._masks.wait(MASK_PATIENCE_S if self._in_flight else None)
+        self._masks.wait(beside_step=bool(self._in_flight))
         draft = self._planner.plan(now, beside_step=bool(self._in_flight))
         if draft.requests or draft.steady:
             return self._launch_plan(draft)
@@ -184,7 +179,7 @@ class Scheduler:
             page_appends=tuple(appends),
             own_spans=tuple(draft.spans),
             steady=draft.steady,
-            masks=tuple([RowMask(r.row, c.mask) for r in draft.constrained if (c := r.constraint)]),
+            masks=draft.masks,
         )
         self._in_flight.append((plan, draft.requests))
         return plan
