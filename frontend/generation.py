@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from frontend.beam_call import BeamCall, search
 from frontend.call import Call
 from frontend.calling import with_calls
 from frontend.choice import Choice, PromptView, TextDelta
@@ -46,7 +47,7 @@ class Generation:
     def __init__(self, desk: FrontDesk, request: TextRequest, ingress: Ingress) -> None:
         self._desk = desk
         self._ingress = ingress
-        self._call: Call | None = None
+        self._call: Call | BeamCall | None = None
         self._suffix_ids: list[int] = []
         self._span = ingress.span
         self.model: ServedModel = desk.model_for(request.options.model)
@@ -199,10 +200,16 @@ class Generation:
             param = self._request.prompt_param
             raise context_exceeded(param, num_tokens, asked, limit, is_exact=False)
 
-    def _submit(self) -> Call:
+    def _submit(self) -> Call | BeamCall:
+        sequences = [self._sequence(choice) for choice in self.choices]
+        if self._request.options.beam is None:
+            return self._open(sequences)
+        return search(self._open, sequences, self._request.options, self.model.facts)
+
+    def _open(self, sequences: list[Sequence]) -> Call:
         return self._desk.engine.open(
             self._ingress.request_id,
-            [self._sequence(choice) for choice in self.choices],
+            sequences,
             timeout_ms=self._remaining_ms(),
             trace=self._span.context,
         )

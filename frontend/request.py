@@ -41,6 +41,15 @@ class Decoding:
     params: dict[str, Any] = field(default_factory=dict)
 
 
+class Beam(NamedTuple):
+    """Beam search: `width` beams; a hypothesis' log-probability is divided by its length to the
+    power of `length_penalty`; with `early_stopping` the first `width` that end are taken."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Everything about a generation that is neither the prompt nor the messages.
@@ -53,6 +62,8 @@ class Options:
     n: int = 1
     best_of: int | None = None
     """Sequences to generate, of which the `n` likeliest are returned; None: n."""
+    beam: Beam | None = None
+    """The `n` best of a beam search instead of samples."""
     sampling: Sampling = field(default_factory=Sampling)
     decoding: Decoding = field(default_factory=Decoding)
     stop: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from frontend.beam_rules import check_beam
 from frontend.messages import EngineFacts
 from frontend.request import Options, TextRequest
 from tidemill.runtime.errors import InvalidRequest, Unsupported
@@ -36,6 +37,8 @@ def check_request(request: TextRequest, facts: EngineFacts, max_n: int) -> None:
             f"cache_salt has {len(options.cache_salt)} characters; it may have {MAX_SALT_CHARS}",
             param="cache_salt",
         )
+    if options.beam is not None:
+        check_beam(request, options.beam, facts, max_n)
     _check_stops(options)
     _check_max_tokens(options)
     _check_truncation(options)
@@ -85,6 +88,12 @@ def fit(
 
 def check_streamed(options: Options) -> None:
     """Raises InvalidRequest for what a stream cannot tell."""
+    if options.beam is not None:
+        raise InvalidRequest(
+            "the beams of a search are known when all have ended, which cannot be streamed; set "
+            "stream to false, or leave beam search out",
+            param="stream",
+        )
     if options.ranks:
         raise InvalidRequest(
             f"best_of is {options.best_of} and n is {options.n}: the likeliest sequences are known "

@@ -12,7 +12,7 @@ from frontend.api.grpc_text_tools import with_tools
 from frontend.api.openai_request import with_arguments
 from frontend.choice import TextDelta, TextLogprob
 from frontend.messages import Timings, Usage
-from frontend.request import Chat, Decoding, Options, Prompt, Sampling, TextRequest
+from frontend.request import Beam, Chat, Decoding, Options, Prompt, Sampling, TextRequest
 from frontend.served import ServedModel
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.structured import Constraint
@@ -91,16 +91,19 @@ def to_tokenize(request: text_pb2.TokenizeRequest) -> tuple[str | Chat, bool | N
     return request.text, special
 
 
+def _beam(given: text_pb2.BeamSearch) -> Beam:
+    penalty = given.length_penalty if given.HasField("length_penalty") else 1.0
+    return Beam(given.width, penalty, given.early_stopping)
+
+
 def to_options(given: text_pb2.TextOptions, metadata: Metadata, *, echo: bool = False) -> Options:
     """Options; raises Unsupported naming what this build does not serve."""
-    if given.HasField("beam_search"):
-        refusal = "beam_search is not served by this build; leave it out"
-        raise Unsupported(refusal, param="beam_search")
     logprobs, kept = given.logprobs, given.truncate_prompt_tokens
     return Options(
         model=given.model,
         n=given.n if given.HasField("n") else 1,
         best_of=given.best_of if given.HasField("best_of") else None,
+        beam=_beam(given.beam_search) if given.HasField("beam_search") else None,
         sampling=_sampling(given.sampling),
         decoding=Decoding(
             method=given.decoding.method or None,

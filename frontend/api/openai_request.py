@@ -19,7 +19,7 @@ from frontend.api.openai_schema import (
 )
 from frontend.api.openai_tools import with_tools
 from frontend.api.structured import to_constraint
-from frontend.request import Chat, Decoding, Options, Prompt, Sampling, TextRequest
+from frontend.request import Beam, Chat, Decoding, Options, Prompt, Sampling, TextRequest
 from frontend.validation import check_streamed
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
@@ -102,14 +102,15 @@ def _options(
     logprobs: int | None,
     echo: bool = False,
 ) -> Options:
-    stop = body.stop or ()
+    stop, beam = body.stop or (), to_beam(body)
     stream_options = body.stream_options
     if stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
     options = Options(
         model=body.model or "",
         n=1 if body.n is None else body.n,
-        best_of=body.best_of,
+        best_of=None if beam else body.best_of,
+        beam=beam,
         sampling=_sampling(body),
         decoding=to_decoding(
             body.decoding, threshold=body.threshold, steps=body.steps, remasking=body.remasking
@@ -136,6 +137,18 @@ def _options(
     if body.stream:
         check_streamed(options)
     return options
+
+
+def to_beam(body: GenerationBody) -> Beam | None:
+    """Beam search, where it is asked for; its knobs are refused elsewhere."""
+    if body.use_beam_search:
+        width = body.best_of or body.n or 1
+        penalty = 1.0 if body.length_penalty is None else body.length_penalty
+        return Beam(width, penalty, bool(body.early_stopping))
+    for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+        if getattr(body, name) not in (None, neutral):
+            raise InvalidRequest(f"{name} needs use_beam_search to be true", param=name)
+    return None
 
 
 def _sampling(body: GenerationBody) -> Sampling:

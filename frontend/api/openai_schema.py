@@ -77,6 +77,13 @@ class GenerationBody(Body):
     best_of: StrictInt | None = None
     """Sequences to generate, of which the n likeliest are returned, best first; not for streams.
     All of them count in the usage."""
+    use_beam_search: StrictBool | None = None
+    """The n best of best_of beams (n where it is not given), not for streams and not beside what
+    changes probabilities. Likelihood is per token, as with best_of."""
+    length_penalty: StrictFloat | None = None
+    """Beam search: above 1 (the default) favours longer answers, below shorter ones."""
+    early_stopping: StrictBool | None = None
+    """Beam search: take the first best_of that end, instead of waiting for better ones."""
     max_tokens: Int32 | None = None
     max_completion_tokens: Int32 | None = None
     """Another name of max_tokens; goes before it."""

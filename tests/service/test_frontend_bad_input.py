@@ -246,7 +246,6 @@ async def test_grpc_unknown_model_and_unserved_fields(served: Stack) -> None:
         assert refused.value.param == "x-priority"
     user = {"role": "user", "parts": [{"text": "a"}]}
     unserved: dict[str, dict[str, Any]] = {
-        "beam_search": {"options": {"beam_search": {"width": 2}}},
         "tools": {"chat": {"tools": [{"name": "f"}]}},
         "reasoning_effort": {"chat": {"reasoning_effort": "low"}},
         "messages[0].parts": {"messages": [{"role": "user", "parts": [{"image_url": "x"}]}]},

@@ -117,12 +117,12 @@ def test_every_frame_is_the_reveal(seed: int, number: int) -> None:
 
 def test_a_missed_event_shows(seed: int) -> None:
     """Negative control of the test above."""
-    events = list(Reveal(seed).deltas())
-    view = CanvasView(chr)
     wrong = 0
-    for event, wanted in events[1:]:
-        view.take(event)
-        wrong += drawn(view) != wanted
+    for one in range(seed, seed + 8):  # a first event may show nothing but masks
+        view = CanvasView(chr)
+        for event, wanted in list(Reveal(one).deltas())[1:]:
+            view.take(event)
+            wrong += drawn(view) != wanted
     assert wrong > 0
 
 

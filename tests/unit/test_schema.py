@@ -18,7 +18,7 @@ from frontend.api.openai_schema import (
     StreamOptions,
     TokenizeBody,
 )
-from frontend.request import Chat
+from frontend.request import Beam, Chat
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
@@ -166,7 +166,6 @@ def test_wrong_values_name_their_field(fields: dict[str, object], param: str) ->
     "fields",
     [
         {"structural_tag": "{}"},
-        {"use_beam_search": True},
         {"suffix": "end"},
         {"chat_template": "{{ x }}"},
         {"stop_regex": "a"},
@@ -281,7 +280,7 @@ EXAMPLES: dict[str, object] = {
     "allowed_token_ids": [3], "bad_words": ["x"], "response_format": {"type": "json_object"},
     "structured_outputs": {"regex": "x"}, "guided_json": {}, "guided_regex": "x",
     "guided_choice": ["x"], "guided_grammar": "x", "json_schema": "{}", "regex": "x", "ebnf": "x",
-    "grammar": "x",
+    "grammar": "x", "use_beam_search": True,
     "best_of": 3, "spaces_between_special_tokens": False, "truncation_side": "right",
 }  # fmt: skip
 """A value for each field of a body that changes the request behind it."""
@@ -305,6 +304,8 @@ OF_THE_ANSWER = {
     "top_logprobs": "test_chat_options: needs logprobs",
     "tool_choice": "test_tools_reach_the_template: needs tools",
     "include_reasoning": "test_frontend_tools: less in the answer",
+    "length_penalty": "test_knobs_of_beam_search: needs use_beam_search",
+    "early_stopping": "test_knobs_of_beam_search: needs use_beam_search",
 }
 
 
@@ -330,6 +331,19 @@ def test_every_field_of_the_bodies_does_something() -> None:
     with pytest.raises(InvalidRequest, match="include_obfuscation"):
         completion(stream=True, stream_options={"include_obfuscation": True})
     assert set(DecodingBody.model_fields) == {"method", "params"}
+
+
+def test_knobs_of_beam_search() -> None:
+    asked = {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": True, "n": 2}
+    for body in (completion, chat):
+        assert body(**asked).options.beam == Beam(2, 0.5, early_stopping=True)
+        assert body(**asked, best_of=4).options.beam == Beam(4, 0.5, early_stopping=True)
+        assert body(**asked, best_of=4).options.best_of is None
+        assert body(use_beam_search=True).options.beam == Beam(1)
+        assert body(use_beam_search=False, length_penalty=1.0).options.beam is None
+    for name, value in (("length_penalty", 2.0), ("early_stopping", True)):
+        with pytest.raises(InvalidRequest, match=f"{name} needs use_beam_search"):
+            completion(**{name: value})
 
 
 def test_the_check_notices_a_dropped_field() -> None:
