@@ -14,7 +14,7 @@ from engine_service.core.step import FULL, granularity
 from engine_service.models.base import ModelTraits
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
-_CANVAS_BLOCK = 32
+CANVAS_BLOCK = 32
 """Positions that a row of a full-canvas model decides on at once, unless a request says more."""
 _LOGIT_CHUNK_BYTES = 256 << 20
 """float32 logits that exist at once; sampling needs about eight times as much beside them."""
@@ -85,7 +85,7 @@ def resolve(config: EngineConfig, traits: ModelTraits, device: torch.device) -> 
         )
     logit_budget = config.logit_budget
     if logit_budget is None:
-        decided = _CANVAS_BLOCK if sees_all else block
+        decided = CANVAS_BLOCK if sees_all else block
         logit_budget = max_rows * decided
         reasons.append(f"logit_budget {logit_budget}: {max_rows} rows x {decided} positions")
     _require_at_least("token_budget", token_budget, block, "one block of the model")

@@ -9,7 +9,15 @@ import time
 import zlib
 from typing import NamedTuple
 
-from engine_service.core.step import Decision, NewRow, Span, StepPlan, TokenLogprobs
+from engine_service.core.step import (
+    Decision,
+    Decisions,
+    NewRow,
+    Span,
+    SteadyRows,
+    StepPlan,
+    TokenLogprobs,
+)
 from engine_service.core.strategy import ExecutorLimits
 
 _STRIDE = 7919
@@ -35,7 +43,7 @@ class _Row(NamedTuple):
 class Flight(NamedTuple):
     """A step on its way: what it will decide, and when it is over (monotonic seconds)."""
 
-    decisions: list[Decision | None]
+    decisions: Decisions
     due: float
 
 
@@ -61,9 +69,10 @@ class SimulatedExecutor:
         self._busy_until = max(time.monotonic(), self._busy_until) + self._step_s
         for new in plan.new_rows:
             self._rows[new.row] = _row(new)
-        return Flight([self._decide(span) for span in plan.spans], self._busy_until)
+        own = [self._decide(span) for span in plan.own_spans]
+        return Flight(Decisions(own, self._move_on(plan.steady)), self._busy_until)
 
-    def collect(self, handle: Flight) -> list[Decision | None]:
+    def collect(self, handle: Flight) -> Decisions:
         """Sleeps until the step is over."""
         left = handle.due - time.monotonic()
         if left > 0:
@@ -76,6 +85,14 @@ class SimulatedExecutor:
         while token in self._never:
             token = (token + 1) % self._vocab_size
         return token
+
+    def _move_on(self, steady: SteadyRows | None) -> list[int]:
+        """The tokens of rows that nobody watches, as columns."""
+        if steady is None:
+            return []
+        rows, token, shift = self._rows, self.token, steady.shift
+        pairs = zip(steady.rows, steady.offsets, strict=True)
+        return [token(rows[row].seed, offset + shift) for row, offset in pairs]
 
     def _decide(self, span: Span) -> Decision | None:
         number, _, _, _, _, first, last, score_start, score_stop, _, _, _ = span

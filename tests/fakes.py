@@ -17,6 +17,7 @@ import torch
 from engine_service.core.params import MAX_LISTED_IDS
 from engine_service.core.step import (
     Decision,
+    Decisions,
     NewRow,
     Span,
     StepPlan,
@@ -226,9 +227,9 @@ class ToyExecutor:
                 decisions[index] = decision._replace(scores=scores)
         self.num_steps += 1
         self.num_query_tokens += sum(span.num_tokens for span in plan.spans)
-        return decisions
+        return Decisions.split(plan, decisions)
 
-    def collect(self, handle: Any) -> list[Decision | None]:
+    def collect(self, handle: Any) -> Decisions:
         """What `launch` computed."""
         return handle
 

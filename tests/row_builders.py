@@ -65,4 +65,4 @@ def make_plan(
     *spans: Span, rows: tuple[NewRow, ...] = (), pages: tuple[PageAppend, ...] = (), seq: int = 0
 ) -> StepPlan:
     """A plan from its parts."""
-    return StepPlan(seq=seq, new_rows=rows, page_appends=pages, spans=spans)
+    return StepPlan(seq=seq, new_rows=rows, page_appends=pages, own_spans=spans)

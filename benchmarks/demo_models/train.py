@@ -128,13 +128,16 @@ def train_blocks(
 
 
 def train_canvas(args: argparse.Namespace, *, short: Batch, long: Batch) -> dict[str, object]:
-    """From random weights: LLaDA's decoder has no head norms, so it cannot start from `demo`."""
+    """LLaDA's decoder has no head norms, so it cannot start from `demo`; it learns from left to
+    right first all the same, as Dream did: from random weights alone it never learnt to look up."""
     shape = Shape(num_heads=6, num_kv_heads=6, qk_norm=False)
     model = DemoLM(shape).to(short.window.device)
     if short.window.is_cuda:
         model.compile_layers()
+    first = Recipe(steps=args.ar_steps, short_rows=256, long_rows=32)
+    seconds = Trainer(model, autoregressive_loss, first, short=short, long=long).run("to the right")
     recipe = Recipe(steps=args.canvas_steps, short_rows=256, long_rows=32)
-    seconds = Trainer(model, canvas_loss, recipe, short=short, long=long).run("demo-canvas")
+    seconds += Trainer(model, canvas_loss, recipe, short=short, long=long).run("demo-canvas")
     config = export.canvas_config(shape)
     export.write_folder(args.out / "demo-canvas", model, config, rename=export.llada_name)
     items = tasks.held_out(args.items)

@@ -6,7 +6,7 @@ It does not decide anything; the planner adds and drops rows.
 from __future__ import annotations
 
 from engine_service.core.request import Request
-from engine_service.core.step import FULL, Span
+from engine_service.core.step import FULL, Span, SteadyRows
 from engine_service.core.strategy import Budget
 
 
@@ -19,7 +19,7 @@ class StepDraft:
     everything for every row cost 0.1 ms a step at 256 rows.
     """
 
-    __slots__ = ("budget", "first_pages", "newcomers", "num_idle", "requests", "spans")
+    __slots__ = ("budget", "first_pages", "has_dropped", "newcomers", "requests", "spans", "steady")
 
     def __init__(self, tokens: int, logits: int, canvases: int) -> None:
         self.budget = Budget(tokens, logits, canvases)
@@ -29,8 +29,10 @@ class StepDraft:
         """By request key: the first page-table entry that the worker does not know yet."""
         self.newcomers: list[Request] = []
         """They take their rows in this step."""
-        self.num_idle = 0
-        """Running requests with nothing to do before the step in flight is collected."""
+        self.steady: SteadyRows | None = None
+        """The convoy's rows, whose share is out of the budget already."""
+        self.has_dropped = False
+        """A request lost its row to another one."""
 
     def add(self, request: Request, span: Span) -> bool:
         """Takes the span's share out of the budget; False, and nothing is done, when it lacks."""
@@ -52,9 +54,14 @@ class StepDraft:
         request.decoding = last > first
         return True
 
-    def sit_out(self) -> bool:
-        """Counts a request that has nothing to do; True: it lacks nothing."""
-        self.num_idle += 1
+    def reserve(self, num_rows: int, *, beside: int = 0) -> bool:
+        """Takes the share of steady rows out of the budget; False, and nothing is done, when it
+        lacks, or would lack if all of `beside` rows were as small."""
+        budget = self.budget
+        if max(num_rows, beside) > min(budget.tokens, budget.logits):
+            return False
+        budget.tokens -= num_rows
+        budget.logits -= num_rows
         return True
 
     def has(self, request: Request) -> bool:
@@ -63,6 +70,7 @@ class StepDraft:
 
     def drop(self, request: Request) -> None:
         """Takes a request out again, if it is in, and gives its share back."""
+        self.has_dropped = True
         self.first_pages.pop(request.key, None)
         if not self.has(request):
             return

@@ -28,6 +28,13 @@ class OutputWriter:
         self._tokens += tokens
         return row
 
+    def rows(self, keys: list[int], tokens: list[int]) -> None:
+        """Opens a row for every one of `keys`, with one token each."""
+        first = len(self._counts)
+        self._rows.update(zip(keys, range(first, first + len(keys)), strict=True))
+        self._counts += [1] * len(keys)
+        self._tokens += tokens
+
     def row_of(self, key: int) -> int:
         """The row of `key`, opened without tokens if it has none yet."""
         row = self._rows.get(key)

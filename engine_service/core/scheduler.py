@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from engine_service.core.draft import StepDraft
 from engine_service.core.finish import find_stop
@@ -20,7 +20,15 @@ from engine_service.core.pinning import keep_pinned, pin, pinned_from
 from engine_service.core.planner import Planner
 from engine_service.core.pool_admission import Admits
 from engine_service.core.request import Ending, Request
-from engine_service.core.step import EMPTY_CANVAS, Decision, NewRow, PageAppend, Span, StepPlan
+from engine_service.core.step import (
+    EMPTY_CANVAS,
+    Decision,
+    Decisions,
+    NewRow,
+    PageAppend,
+    Span,
+    StepPlan,
+)
 from engine_service.core.strategy import DecodeStrategy
 from tidemill.runtime.errors import Overloaded
 
@@ -63,7 +71,7 @@ class Scheduler:
     @property
     def live_tokens(self) -> int:
         """Positions whose KV is in the pages, or is being computed. O(requests)."""
-        return sum(r.launched.kv_len for r in self._requests.values() if r.launched is not None)
+        return self._planner.live_tokens
 
     def submit(self, submit: Submit) -> None:
         """Queues a sequence; raises the ServiceError that the caller is to get instead."""
@@ -119,23 +127,20 @@ class Scheduler:
         now = self._clock()
         self._expire(now)
         draft = self._planner.plan(now, beside_step=bool(self._in_flight))
-        if draft.requests:
+        if draft.requests or draft.steady:
             return self._launch_plan(draft)
         assert self._in_flight or not self._requests, f"stuck with {len(self._requests)} requests"
         return None
 
-    def apply(self, plan: StepPlan, decisions: Sequence[Decision | None]) -> None:
-        """Takes the decisions of the oldest step in flight, one for every span of its plan."""
+    def apply(self, plan: StepPlan, decisions: Decisions) -> None:
+        """Takes the decisions of the oldest step in flight."""
         launched, requests = self._in_flight.popleft()
         assert launched is plan, f"step {plan.seq} collected before step {launched.seq}"
         now = self._clock()
-        for request, span, decision in zip(requests, plan.spans, decisions, strict=True):
-            request.in_flight -= 1
-            if request.ending is None:
-                if decision is None or not self._append(request, span, decision.token_ids):
-                    self._settle(request, span, decision, now)
-            elif request.in_flight == 0:
-                self._release(request)
+        for request, span, decision in zip(requests, plan.own_spans, decisions.own, strict=True):
+            self._take(request, span, decision, now)
+        if plan.steady:
+            self._land(decisions.steady, now)
 
     def emit(self, *, heartbeat: bool = False) -> StepOutput | None:
         """What there is to tell since the last call; None when nothing, unless `heartbeat`."""
@@ -172,7 +177,8 @@ class Scheduler:
             seq=self._seq,
             new_rows=tuple([self._new_row(request) for request in draft.newcomers]),
             page_appends=tuple(appends),
-            spans=tuple(draft.spans),
+            own_spans=tuple(draft.spans),
+            steady=draft.steady,
         )
         self._in_flight.append((plan, draft.requests))
         return plan
@@ -190,6 +196,25 @@ class Scheduler:
                 request.pinned, len(request.committed) + len(request.canvas.token_ids)
             ),
         )
+
+    def _land(self, token_ids: list[int], now: int) -> None:
+        """Takes the tokens of the rows that only move on."""
+        convoy = self._planner.convoy
+        keys, token_ids, stragglers, full = convoy.land(token_ids)
+        self._output.rows(keys, token_ids)
+        for request, num_cached in full:
+            self._pages.seal(request.table, request.committed, num_cached)
+            convoy.note_unit(request)
+        for request, span, token_id in stragglers:
+            self._take(request, span, Decision([token_id], [True]), now)
+
+    def _take(self, request: Request, span: Span, decision: Decision | None, now: int) -> None:
+        request.in_flight -= 1
+        if request.ending is None:
+            if decision is None or not self._append(request, span, decision.token_ids):
+                self._settle(request, span, decision, now)
+        elif request.in_flight == 0:
+            self._release(request)
 
     def _append(self, request: Request, span: Span, run: list[int]) -> bool:
         """Commits a run where nothing else can be due; else does nothing and returns False.
@@ -209,6 +234,7 @@ class Scheduler:
 
     def _settle(self, request: Request, span: Span, decision: Decision | None, now: int) -> None:
         """Applies one decision: commit, cut at the first end, seal, report."""
+        self._planner.convoy.leave(request)
         committed, before = request.committed, request.canvas
         update = request.strategy.settle(len(committed), before, span, decision)
         if request.pinned:
@@ -254,6 +280,7 @@ class Scheduler:
         """Tells the caller; the first ending wins."""
         if request.ending is not None:
             return
+        self._planner.convoy.leave(request)
         request.ending = ending
         self._output.finish(request.key, request.finish(ending, now))
         if request.in_flight == 0:

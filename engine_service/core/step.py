@@ -5,7 +5,7 @@ It does not know requests, strategies or torch; the worker does not know request
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -71,6 +71,24 @@ new_span: Callable[[tuple[int, ...]], Span] = partial(tuple.__new__, Span)
 """A Span from all its fields, for those who make hundreds a step: 0.15 instead of 0.4 us each."""
 
 
+def steady_span(row: int, position: int) -> Span:
+    """The commonest span: it computes the token ahead of `position` and decides the one there."""
+    start, stop, decided = position - 1, position, position + 1
+    return new_span((row, start, stop, stop, 1, position, decided, 0, 0, 0, 0, 0))
+
+
+class SteadyRows(NamedTuple):
+    """Rows with a steady span, in columns: row i decides position offsets[i] + shift."""
+
+    rows: list[int]
+    offsets: list[int]
+    shift: int
+
+    def span(self, index: int) -> Span:
+        """What one of the rows does."""
+        return steady_span(self.rows[index], self.offsets[index] + self.shift)
+
+
 class TokenLogprobs(NamedTuple):
     """One position: the chosen (or given) token first, then the alternatives, best first.
 
@@ -134,12 +152,26 @@ class PageAppend(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Everything a worker needs for one step. Deltas first, then the spans to run."""
+    """Everything a worker needs for one step. Deltas first, then the spans to run: those that say
+    what they do, and behind them, as columns, the rows that do what most rows do."""
 
     seq: int
     new_rows: tuple[NewRow, ...]
     page_appends: tuple[PageAppend, ...]
-    spans: tuple[Span, ...]
+    own_spans: tuple[Span, ...]
+    steady: SteadyRows | None = None
+
+    @property
+    def num_spans(self) -> int:
+        return len(self.own_spans) + (len(self.steady.rows) if self.steady else 0)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """All of them, one by one. O(rows): who has columns reads `own_spans` and `steady`."""
+        steady = self.steady
+        if steady is None:
+            return self.own_spans
+        return self.own_spans + tuple(map(steady.span, range(len(steady.rows))))
 
 
 class Decision(NamedTuple):
@@ -158,6 +190,21 @@ class Decision(NamedTuple):
     confidence: list[float] | None = None
     vector: bytes | None = None
     """What a prompt was pooled into: little-endian float32."""
+
+
+class Decisions(NamedTuple):
+    """What a step decided: one entry for every span of its own, None where nothing was decided or
+    scored, and one token for every steady row."""
+
+    own: list[Decision | None]
+    steady: list[int]
+
+    @classmethod
+    def split(cls, plan: StepPlan, decisions: Sequence[Decision | None]) -> Decisions:
+        """From one decision for every span of the plan."""
+        num_own = len(plan.own_spans)
+        steady = [decision.token_ids[0] for decision in decisions[num_own:] if decision]
+        return cls(list(decisions[:num_own]), steady)
 
 
 class Update(NamedTuple):

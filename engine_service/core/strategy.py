@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from engine_service.core.step import Canvas, Decision, NewRow, Span, StepPlan, Update
+from engine_service.core.step import Canvas, Decision, Decisions, NewRow, Span, StepPlan, Update
 
 NO_BOUND = 1 << 62
 """More tokens than any step has."""
@@ -262,8 +262,8 @@ class Executor(Protocol):
     def launch(self, plan: StepPlan) -> Any:
         """Starts a step and returns a handle for `collect`."""
 
-    def collect(self, handle: Any) -> list[Decision | None]:
-        """One entry per span of the plan; None where nothing was decided or scored."""
+    def collect(self, handle: Any) -> Decisions:
+        """What the step decided, once it is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

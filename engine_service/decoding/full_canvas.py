@@ -31,11 +31,12 @@ from engine_service.decoding.reveal_knobs import (
     with_defaults,
 )
 from engine_service.decoding.tail import masks, merge
+from engine_service.resolve import CANVAS_BLOCK
 from engine_service.sampling.batch import DecideBatch, DecideResult
 from engine_service.staging import stage
 from tidemill.runtime.errors import Unsupported
 
-DEFAULT_BLOCK = 32
+DEFAULT_BLOCK = CANVAS_BLOCK
 """Positions per block of requests that name none (Fast-dLLM's)."""
 _MOST = 1 << 20
 """Beyond every context; what really fits is said when the length is known."""
@@ -253,8 +254,11 @@ class FullCanvas(DecodeStrategy):
         self._scales[where] = values
 
     def decide(self, batch: DecideBatch) -> DecideResult:
-        """Chooses a token for every open position and reveals what each row's rule says."""
-        return self._reveal.decide(batch, width=max(self._blocks))
+        """Chooses a token for every open position and reveals what each row's rule says.
+
+        No narrower than DEFAULT_BLOCK: a captured step is, and serves rows that come later.
+        """
+        return self._reveal.decide(batch, width=max(DEFAULT_BLOCK, *self._blocks))
 
 
 def _block_of(

@@ -111,6 +111,11 @@ class CausalModel(nn.Module, ABC):
         """(x [N, E], W [V, E]) whose product x W^T `logits` are; None where they are more."""
         return None
 
+    @property
+    def has_head_factors(self) -> bool:
+        """Whether `head_factors` tells any."""
+        return type(self).head_factors is not CausalModel.head_factors
+
     @abstractmethod
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Checkpoint tensor name to the parameter view that takes it; views never overlap."""

@@ -140,7 +140,7 @@ def bind_batch(
             max_kv_len=layout.max_kv_len,
             uniform_query_len=layout.uniform_query_len,
             all_causal=layout.all_causal,
-            spans=layout.spans or None,
+            spans=layout.spans,
         )
     aside = None if layout.aside is None else _aside_part(layout.aside, positions, rest)
     return ForwardBatch(

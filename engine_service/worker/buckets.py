@@ -5,12 +5,16 @@ Host half, like layout.py. It does not know graphs or the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from engine_service.core.step import FULL
+from engine_service.core.strategy import DecodeStrategy
+from engine_service.models.base import ModelTraits
+from engine_service.resolve import CANVAS_BLOCK, ResolvedConfig
 from engine_service.sampling.batch import Wants
 from engine_service.worker.layout import StepLayout
 from engine_service.worker.tables import RowTables
@@ -34,6 +38,8 @@ class Bucket(NamedTuple):
     """Most query tokens of one span."""
     decided: int
     """Rows of logits."""
+    canvas: bool = False
+    """Spans are blocks of canvases, whose tokens may stand in other slots than their positions."""
 
 
 def row_sizes(max_rows: int) -> list[int]:
@@ -42,10 +48,53 @@ def row_sizes(max_rows: int) -> list[int]:
     return sorted({size for size in sizes if size < max_rows} | {max_rows})
 
 
-def list_buckets(
-    *, max_rows: int, block: int, max_decide: int, token_budget: int, logit_chunk: int
+def buckets_of(
+    traits: ModelTraits,
+    resolved: ResolvedConfig,
+    strategies: Iterable[DecodeStrategy],
+    in_pieces: bool,
 ) -> list[Bucket]:
-    """All buckets of an engine, smallest first.
+    """All buckets of an engine, smallest first. `in_pieces` as in RowTables: where all logits of a
+    step never exist at once, their number bounds nothing. None of an encoder: it decides nothing.
+    """
+    if not traits.methods:
+        return []
+    logit_limit = resolved.logit_budget if in_pieces else resolved.logit_chunk
+    if traits.mask_block >= FULL:
+        return list_canvas_buckets(
+            max_rows=resolved.max_rows,
+            hole=CANVAS_BLOCK + traits.logits_shift,
+            max_decide=CANVAS_BLOCK,
+            token_budget=resolved.token_budget,
+            logit_limit=logit_limit,
+        )
+    return list_buckets(
+        max_rows=resolved.max_rows,
+        block=traits.mask_block,
+        max_decide=max(strategy.max_decide for strategy in strategies),
+        token_budget=resolved.token_budget,
+        logit_limit=logit_limit,
+    )
+
+
+def list_canvas_buckets(
+    *, max_rows: int, hole: int, max_decide: int, token_budget: int, logit_limit: int
+) -> list[Bucket]:
+    """Those of a model that sees everything: every row a block of `hole` positions over what is
+    kept of its canvas. Canvases that are computed whole are long enough to be launched."""
+    limit = min(token_budget // hole, logit_limit // max_decide)
+    return [
+        Bucket(rows, rows * hole, hole, rows * max_decide, canvas=True)
+        for rows in row_sizes(max_rows)
+        if rows <= limit
+    ]
+
+
+def list_buckets(
+    *, max_rows: int, block: int, max_decide: int, token_budget: int, logit_limit: int
+) -> list[Bucket]:
+    """All buckets of a causal or block model, smallest first; a step decides at most `logit_limit`
+    positions.
 
     Causal models: every row one token, and ragged steps of short prompts beside decoding rows.
     Block models: rows of one block, or two where a finished block is stored with the next.
@@ -53,7 +102,7 @@ def list_buckets(
     buckets = []
     for rows in row_sizes(max_rows):
         decided = rows * max_decide
-        if decided > logit_chunk:
+        if decided > logit_limit:
             break
         if block == 1:
             buckets.append(Bucket(rows, rows, 1, decided))
@@ -62,7 +111,7 @@ def list_buckets(
             buckets.append(Bucket(rows, rows * blocks * block, 2 * block, decided))
     if block == 1:
         for tokens in (64, 128, 256, MAX_TOKENS):
-            rows = min(tokens, max_rows, logit_chunk)
+            rows = min(tokens, max_rows, logit_limit)
             buckets.append(Bucket(rows, tokens, tokens, rows))
     limit = max(token_budget, max_rows)
     return sorted(
@@ -71,7 +120,7 @@ def list_buckets(
 
 
 def find_bucket(layout: StepLayout, buckets: Sequence[Bucket]) -> Bucket | None:
-    """The first bucket with room for the step; None where it must run eagerly."""
+    """The first bucket with room for the step; None where it must be launched."""
     is_special = layout.scores or layout.pools or layout.aside
     if is_special is not None or len(layout.decides) != 1:
         return None
@@ -104,9 +153,14 @@ def pad(layout: StepLayout, bucket: Bucket, tables: RowTables) -> StepLayout:
     ends = np.full(more_spans, num_tokens, dtype=np.int32)
     if bucket.longest == 1:
         ends += np.arange(1, more_spans + 1, dtype=np.int32)
+    own_slots = None
+    if bucket.canvas:
+        own = layout.positions if layout.slot_positions is None else layout.slot_positions
+        own_slots = _fill(own, bucket.tokens, 0)
     return replace(
         layout,
-        spans=(),
+        columns=None,
+        slot_positions=own_slots,
         places=_fill(layout.places, bucket.tokens, trash * tables.width),
         positions=_fill(layout.positions, bucket.tokens, 0),
         slots=_fill(layout.slots, bucket.tokens, tables.trash_slot),

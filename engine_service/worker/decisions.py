@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from engine_service.core.step import Decision, TokenLogprobs
+from engine_service.core.step import Decision, Decisions, TokenLogprobs
 from engine_service.sampling.batch import DecideResult
 from engine_service.sampling.logprobs import Scores
 from engine_service.worker.wanted import DecideLayout, ScoreLayout
@@ -14,10 +15,17 @@ from engine_service.worker.wanted import DecideLayout, ScoreLayout
 _ONE_FINAL = [True]
 
 
-def split_decided(
-    layout: DecideLayout, result: DecideResult, decisions: list[Decision | None]
-) -> None:
-    """Puts each span's share into `decisions`; rows behind the layout's own are padding."""
+def split_decided(layout: DecideLayout, result: DecideResult, decisions: Decisions) -> None:
+    """Puts each span's share into `decisions`; rows behind the layout's own are padding.
+
+    Spans behind those that have a decision of their own are steady rows.
+    """
+    is_steady = layout.spans >= len(decisions.own)
+    if is_steady.any():
+        _split_steady(layout, result, is_steady, decisions)
+        if is_steady.all():
+            return
+    own, num_own = decisions.own, len(decisions.own)
     token_ids = result.token_ids.tolist()
     if (
         result.final is None
@@ -25,7 +33,8 @@ def split_decided(
         and len(layout.positions) == len(layout.spans)
     ):
         for span, token in zip(layout.spans.tolist(), token_ids, strict=False):
-            decisions[span] = Decision([token], _ONE_FINAL)
+            if span < num_own:
+                own[span] = Decision([token], _ONE_FINAL)
         return
     final = [True] * len(token_ids) if result.final is None else result.final.tolist()
     entries = _decided_entries(layout, result, final)
@@ -34,14 +43,27 @@ def split_decided(
     for span, count, k in zip(
         layout.spans.tolist(), layout.counts.tolist(), layout.logprob_counts.tolist(), strict=True
     ):
-        own = slice(at, at + count)
-        decisions[span] = Decision(
-            token_ids[own],
-            final[own],
-            None if k < 0 else entries[own],
-            confidence=None if sure is None else sure[own],
-        )
+        here = slice(at, at + count)
         at += count
+        if span < num_own:
+            own[span] = Decision(
+                token_ids[here],
+                final[here],
+                None if k < 0 else entries[here],
+                confidence=None if sure is None else sure[here],
+            )
+
+
+def _split_steady(
+    layout: DecideLayout, result: DecideResult, is_steady: np.ndarray, decisions: Decisions
+) -> None:
+    """The tokens of the steady rows, in the plan's order; each decides one position."""
+    firsts = layout.counts.cumsum() - layout.counts
+    columns = np.empty(len(decisions.steady), dtype=np.int64)
+    columns[:] = decisions.steady
+    places = layout.spans[is_steady] - len(decisions.own)
+    columns[places] = result.token_ids.numpy()[firsts[is_steady]]
+    decisions.steady[:] = columns.tolist()
 
 
 def split_scored(layout: ScoreLayout, scores: Scores, decisions: list[Decision | None]) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from engine_service.core.step import Span
 from engine_service.sampling.batch import DecideResult
-from engine_service.sampling.head import KnownLogits, Logits
+from engine_service.sampling.head import HeadLogits
 from engine_service.staging import Arena
 from engine_service.worker.batch import DecidePart, bind_batch, columns_of
 from engine_service.worker.buckets import PLAIN, Bucket, find_bucket, pad
@@ -33,22 +33,25 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
-    """A bucket's graphs: with its own decision, and up to the logits only."""
+    """A bucket's graphs: with its own decision, and up to what its decision is multiplied from."""
 
     whole: torch.cuda.CUDAGraph
     result: DecideResult
-    to_logits: torch.cuda.CUDAGraph
+    to_hidden: torch.cuda.CUDAGraph
     part: DecidePart
 
 
 class StepGraphs:
     """Captures every bucket at construction; `run` replays one. Single stream, like the runner."""
 
-    def __init__(self, program: StepProgram, buckets: Sequence[Bucket], report: Report) -> None:
+    def __init__(
+        self, program: StepProgram, buckets: Sequence[Bucket], logit_chunk: int, report: Report
+    ) -> None:
         """`report("graphs", done, total)` counts graphs. Largest first, so that the memory pool
-        which all of them share grows once."""
+        which all of them share grows once. At most `logit_chunk` rows of logits exist at once."""
         self._program = program
         self._buckets = buckets
+        self._logit_chunk = logit_chunk
         device = program.tables.device
         templates = {
             (bucket, method): self._template(bucket, method)
@@ -58,13 +61,13 @@ class StepGraphs:
         sizes = [Arena.size_of(columns_of(template)) for template in templates.values()]
         self._arena = Arena(max(sizes), device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._logits = torch.empty(
+        self._hidden = torch.empty(
             max(bucket.decided for bucket in buckets),
-            program.model.traits.vocab_size,
+            program.model.traits.hidden_size,
             dtype=program.backend.shape.dtype,
             device=device,
         )
-        """Where graphs leave their logits for decisions that follow them."""
+        """Where graphs leave hidden states for decisions that follow them."""
         self._captured: dict[tuple[Bucket, int], _Captured] = {}
         for done, (key, template) in enumerate(templates.items()):
             report("graphs", done, len(templates))
@@ -76,15 +79,19 @@ class StepGraphs:
         bucket = find_bucket(layout, self._buckets)
         if bucket is None:
             return None
+        is_plain = layout.decides[0].wants.is_plain
+        if not is_plain and bucket.decided > self._logit_chunk:
+            return None
         captured = self._captured[bucket, layout.decides[0].method]
         padded = pad(layout, bucket, self._program.tables)
         self._arena.put(columns_of(padded))
-        if padded.decides[0].wants.is_plain:
+        if is_plain:
             captured.whole.replay()
             return captured.result
-        captured.to_logits.replay()
+        captured.to_hidden.replay()
         part = replace(captured.part, layout=padded.decides[0])
-        return self._program.decide(part, KnownLogits(self._logits[: bucket.decided]))
+        logits = HeadLogits(self._program.model, self._hidden[: bucket.decided])
+        return self._program.decide(part, logits)
 
     def _template(self, bucket: Bucket, method: int) -> StepLayout:
         """A step of padding alone."""
@@ -101,20 +108,23 @@ class StepGraphs:
         self._arena.put(columns)
         program, windows = self._program, self._arena.windows(columns)
 
-        def logits() -> tuple[DecidePart, Logits]:
+        def forward() -> tuple[DecidePart, torch.Tensor]:
             batch = bind_batch(template, windows, program.tables)
             (part,) = batch.decides
-            return part, program.logits(part, program.forward(batch))
+            return part, program.forward(batch)
 
-        def to_logits() -> DecidePart:
-            part, read = logits()
-            computed = read.whole()
-            self._logits[: len(computed)].copy_(computed)
+        def decided() -> DecideResult:
+            part, hidden = forward()
+            return program.decide(part, program.logits(part, hidden))
+
+        def to_hidden() -> DecidePart:
+            part, hidden = forward()
+            torch.index_select(hidden, 0, part.queries, out=self._hidden[: len(part.queries)])
             return part
 
-        whole, result = self._record(lambda: program.decide(*logits()))
-        short, part = self._record(to_logits)
-        return _Captured(whole=whole, result=result, to_logits=short, part=part)
+        whole, result = self._record(decided)
+        short, part = self._record(to_hidden)
+        return _Captured(whole=whole, result=result, to_hidden=short, part=part)
 
     def _record(self, work: Callable[[], _Made]) -> tuple[torch.cuda.CUDAGraph, _Made]:
         """Runs `work` once, so that kernels are compiled and libraries have their workspaces, and
@@ -131,7 +141,7 @@ class StepGraphs:
 
 
 def capture_steps(
-    program: StepProgram, buckets: Sequence[Bucket], report: Report
+    program: StepProgram, buckets: Sequence[Bucket], logit_chunk: int, report: Report
 ) -> StepGraphs | None:
     """`StepGraphs`, or None with one warning where memory runs out: steps then run eagerly, in the
     memory that was set aside for them."""
@@ -139,7 +149,7 @@ def capture_steps(
     stream = torch.cuda.current_stream(device)
     before, began = torch.cuda.memory_reserved(device), time.monotonic()
     try:
-        graphs = StepGraphs(program, buckets, report)
+        graphs = StepGraphs(program, buckets, logit_chunk, report)
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from engine_service.core.step import Span
+from engine_service.core.step import Span, SteadyRows
 from engine_service.worker.aside import AsideLayout, ChoiceOf, lay_out_aside
 from engine_service.worker.pooling import PoolLayout, lay_out_pooled, without_pooled
 from engine_service.worker.tables import RowTables
@@ -23,9 +23,11 @@ from engine_service.worker.wanted import (
     DecideLayout,
     Queries,
     ScoreLayout,
+    cut,
     lay_out_decided,
     lay_out_scored,
     running_sum,
+    spans_of,
 )
 
 _MANY = 1 << 62
@@ -40,8 +42,9 @@ class StepLayout:
     their tokens; those of the spans aside follow them.
     """
 
-    spans: Sequence[Span]
-    """As attention sees them: a span behind kept keys starts behind them."""
+    columns: Columns | None
+    """As attention sees them: a span behind kept keys starts behind them. None where padding stands
+    among them."""
     places: np.ndarray
     """int64: where the token's id stands in the flat token table."""
     positions: np.ndarray
@@ -63,6 +66,11 @@ class StepLayout:
     pools: PoolLayout | None
     aside: AsideLayout | None
 
+    @property
+    def spans(self) -> list[Span] | None:
+        """`columns` as spans. O(spans)."""
+        return None if self.columns is None else spans_of(self.columns)
+
 
 def lay_out(
     spans: Sequence[Span],
@@ -72,8 +80,9 @@ def lay_out(
     logit_chunk: int,
     longest_first: bool = False,
     choice_of: ChoiceOf | None = None,
+    steady: SteadyRows | None = None,
 ) -> StepLayout:
-    """The arrays of a non-empty list of spans.
+    """The arrays of some spans and, behind them, steady rows; of one at least.
 
     The token at position p takes the logits of query p - logits_shift, which must lie in the same
     span. Spans of one method share a part until it holds `logit_chunk` rows of logits (one span
@@ -81,29 +90,31 @@ def lay_out(
     which works on many at a time does not end with the longest. `choice_of` is asked for spans
     that choose keys.
     """
-    columns, spans, order, num_paged = _in_order(spans, longest_first)
-    columns, spans, num_copies = _with_copies(columns, spans)
+    columns, order, num_paged = _in_order(_columns(spans, steady), longest_first)
+    columns, num_copies = _with_copies(columns)
     lengths = columns.stop - columns.start
-    assert lengths.min() > 0, f"empty span in {spans}"
+    assert lengths.min() > 0, f"empty span in {spans_of(columns)}"
     cu_seqlens = running_sum(lengths)
     offsets = cu_seqlens[:-1] - columns.start - logits_shift
     queries = Queries(columns, order, cu_seqlens, offsets, num_copies)
     pools = lay_out_pooled(queries, tables.pooled, logit_chunk)
     queries = queries._replace(columns=without_pooled(columns, tables.pooled))
-    owners = np.arange(len(spans)).repeat(lengths)
+    num_spans = len(lengths)
+    owners = np.arange(num_spans).repeat(lengths)
     positions = np.arange(int(cu_seqlens[-1])) + (columns.start - cu_seqlens[:-1])[owners]
     places = columns.row[owners] * tables.width + positions
     if num_copies:
         is_hidden = positions < tables.prompt_len_of_row[columns.row[owners]]
-        is_hidden &= owners >= len(spans) - num_copies
+        is_hidden &= owners >= num_spans - num_copies
         places[is_hidden] = tables.mask_place
     aside = None
-    if num_paged < len(spans):
+    if num_paged < num_spans:
         assert choice_of is not None, "spans aside without a way to choose keys"
         first = int(cu_seqlens[num_paged])
-        aside = lay_out_aside(spans[num_paged:], tables, first=first, choice_of=choice_of)
+        own = spans_of(cut(columns, slice(num_paged, None)))
+        aside = lay_out_aside(own, tables, first=first, choice_of=choice_of)
     return StepLayout(
-        **_paged(queries, spans, num_paged, owners, positions, tables),
+        **_paged(queries, num_paged, owners, positions, tables),
         places=places,
         positions=positions,
         decides=tuple(lay_out_decided(queries, tables, logit_chunk)),
@@ -113,36 +124,33 @@ def lay_out(
     )
 
 
-def _in_order(
-    spans: Sequence[Span], longest_first: bool
-) -> tuple[Columns, Sequence[Span], np.ndarray, int]:
-    """Spans over the pages first: columns, spans, their indices in the plan, how many they are."""
-    columns, order = _columns(spans), np.arange(len(spans))
-    num_paged = len(spans) - int(np.count_nonzero(columns.aside))
+def _in_order(columns: Columns, longest_first: bool) -> tuple[Columns, np.ndarray, int]:
+    """Spans over the pages first: columns, their indices in the plan, how many they are."""
+    num_spans = len(columns.row)
+    order = np.arange(num_spans)
+    num_paged = num_spans - int(np.count_nonzero(columns.aside))
     if longest_first:
         order = np.argsort(-columns.kv_len, kind="stable")
-    if num_paged < len(spans):
+    if num_paged < num_spans:
         order = order[np.argsort(columns.aside[order], kind="stable")]
-    if longest_first or num_paged < len(spans):
-        columns = Columns(*(column[order] for column in columns))
-        spans = [spans[index] for index in order.tolist()]
-    return columns, spans, order, num_paged
+    if longest_first or num_paged < num_spans:
+        columns = cut(columns, order)
+    return columns, order, num_paged
 
 
-def _with_copies(columns: Columns, spans: Sequence[Span]) -> tuple[Columns, Sequence[Span], int]:
+def _with_copies(columns: Columns) -> tuple[Columns, int]:
     """Adds the second copies, which decide nothing, behind all others; their originals are the last
     of those."""
     num_copies = int(np.count_nonzero(columns.aside > 1))
     if not num_copies:
-        return columns, spans, 0
-    copies = [span._replace(decide_start=0, decide_stop=0, aside=1) for span in spans[-num_copies:]]
-    both = zip(columns, _columns(copies), strict=True)
-    return Columns(*map(np.concatenate, both)), [*spans, *copies], num_copies
+        return columns, 0
+    copies, zeros = cut(columns, slice(-num_copies, None)), np.zeros(num_copies, dtype=np.int64)
+    copies = copies._replace(decide_start=zeros, decide_stop=zeros, aside=zeros + 1)
+    return Columns(*map(np.concatenate, zip(columns, copies, strict=True))), num_copies
 
 
 def _paged(
     queries: Queries,
-    spans: Sequence[Span],
     num_paged: int,
     owners: np.ndarray,
     positions: np.ndarray,
@@ -152,22 +160,24 @@ def _paged(
     columns = queries.columns
     cu_seqlens = queries.cu_seqlens
     slot_positions = None
-    if num_paged < len(spans):
-        columns = Columns(*(column[:num_paged] for column in columns))
+    if num_paged < len(columns.row):
+        columns = cut(columns, slice(num_paged))
         cu_seqlens = cu_seqlens[: num_paged + 1]
-        spans = spans[:num_paged]
         owners, positions = owners[: cu_seqlens[-1]], positions[: cu_seqlens[-1]]
     is_behind = columns.kept > 0
     if is_behind.any():
         shifts = np.where(is_behind, columns.start - columns.kept, 0)
         positions = slot_positions = positions - shifts[owners]
-        spans = [s._replace(start=s.kept, stop=s.kv_len) if s.kept else s for s in spans]
+        columns = columns._replace(
+            start=np.where(is_behind, columns.kept, columns.start),
+            stop=np.where(is_behind, columns.kv_len, columns.stop),
+        )
     lengths = columns.stop - columns.start
     longest, shortest = int(lengths.max(initial=0)), int(lengths.min(initial=_MANY))
     max_kv_len = int(columns.kv_len.max(initial=0))
     assert max_kv_len <= tables.width, f"kv_len {max_kv_len} in rows of {tables.width}"
     return {
-        "spans": spans,
+        "columns": columns,
         "slot_positions": slot_positions,
         "slots": _slots(positions, columns.row[owners], columns.store_from[owners], tables),
         "owners": owners,
@@ -191,8 +201,19 @@ def _slots(
     return np.where(positions < store_from, tables.trash_slot, slots)
 
 
-def _columns(spans: Sequence[Span]) -> Columns:
+def _columns(spans: Sequence[Span], steady: SteadyRows | None) -> Columns:
     width = len(Columns._fields)
     # From one flat iterator: np.array on tuples looks at every object twice.
     flat = np.fromiter(chain.from_iterable(spans), dtype=np.int64, count=width * len(spans))
-    return Columns(*np.ascontiguousarray(flat.reshape(-1, width).T))
+    own = flat.reshape(-1, width).T
+    if steady is None:
+        return Columns(*np.ascontiguousarray(own))
+    both = np.zeros((width, len(spans) + len(steady.rows)), dtype=np.int64)
+    both[:, : len(spans)] = own
+    # Column by column what steady_span says of one row.
+    tail = Columns(*both[:, len(spans) :])
+    positions = np.array(steady.offsets, dtype=np.int64) + steady.shift
+    tail.row[:], tail.mask_block[:] = steady.rows, 1
+    tail.start[:], tail.stop[:], tail.kv_len[:] = positions - 1, positions, positions
+    tail.decide_start[:], tail.decide_stop[:] = positions, positions + 1
+    return Columns(*both)

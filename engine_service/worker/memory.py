@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -78,17 +77,24 @@ def find_room(
     if buckets:
         tokens = max(bucket.tokens for bucket in buckets)
         peak += peak_of(whole_prompts(tokens, resolved, block), 1)
-        peak += _graph_bytes(buckets, model.traits.vocab_size, backend.shape.dtype)
+        peak += _graph_bytes(buckets, model, backend.shape.dtype)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return _cuda_room(config.memory_fraction, free=free, total=total, peak=peak)
 
 
-def _graph_bytes(buckets: Sequence[Bucket], vocab_size: int, dtype: torch.dtype) -> int:
-    """What graphs keep beside activations: logits, once in their pool and once behind it, and the
-    graphs themselves (two a bucket)."""
-    logits = max(bucket.decided for bucket in buckets) * vocab_size * dtype.itemsize
-    return 2 * logits + 2 * len(buckets) * _BYTES_PER_GRAPH
+def decides_in_pieces(model: CausalModel) -> bool:
+    """Whether plain rows are decided without ever having all of their logits: in models that
+    reveal tokens, `choose_with_confidence` looks at one piece of the vocabulary after another."""
+    return model.traits.mask_token_id is not None and model.has_head_factors
+
+
+def _graph_bytes(buckets: Sequence[Bucket], model: CausalModel, dtype: torch.dtype) -> int:
+    """What graphs keep beside activations: logits in their pool, or no more than a decision in
+    pieces takes; hidden states behind it; and the graphs themselves (two a bucket)."""
+    traits, decided = model.traits, max(bucket.decided for bucket in buckets)
+    width = traits.hidden_size + (0 if decides_in_pieces(model) else traits.vocab_size)
+    return decided * width * dtype.itemsize + 2 * len(buckets) * _BYTES_PER_GRAPH
 
 
 @torch.inference_mode()
@@ -101,7 +107,8 @@ def rehearse(
     device: torch.device,
 ) -> None:
     """One forward of `spans` and all of sampling on `num_logits` rows of logits, in both of the
-    ways in which a model that reveals tokens is decided.
+    ways in which a model that reveals tokens is decided: in pieces as many at once as a step may
+    decide, if that many logits are the most that exist at once.
 
     Every span writes to one and the same page: the memory is that of a real step, the numbers
     mean nothing.
@@ -120,9 +127,15 @@ def rehearse(
     layout = lay_out(spans, tables, logits_shift=traits.logits_shift, logit_chunk=len(spans))
     batch = bind_batch(layout, stage(columns_of(layout), device), tables)
     program = StepProgram(model=model, backend=backend, caches=caches, tables=tables, strategies=())
-    hidden = program.forward(batch)
-    if traits.methods:
-        _sample(hidden, batch.decides[0], num_logits, model, tables)
+    hidden, part = program.forward(batch), batch.decides[0]
+    if not traits.methods:
+        return
+    if traits.mask_token_id is not None:
+        # First the way of plain rows, before all logits exist.
+        most = num_logits == resolved.logit_chunk and decides_in_pieces(model)
+        num_plain = resolved.logit_budget if most else num_logits
+        choose_with_confidence(*_decision(hidden, part, num_plain, model, tables, PLAIN))
+    _sample(hidden, part, num_logits, model, tables)
 
 
 def whole_prompts(num_tokens: int, resolved: ResolvedConfig, block: int) -> list[Span]:
@@ -146,7 +159,25 @@ def full_rows(resolved: ResolvedConfig, traits: ModelTraits) -> list[Span]:
 def _sample(
     hidden: torch.Tensor, part: DecidePart, num_logits: int, model: CausalModel, tables: RowTables
 ) -> None:
-    where = torch.arange(num_logits, device=hidden.device) % part.rows.shape[0]
+    """All of sampling, over whole logits."""
+    decide, draws = _decision(hidden, part, num_logits, model, tables, _EVERYTHING)
+    if model.traits.mask_token_id is None:
+        token_ids = choose(decide, draws)
+    else:
+        token_ids = choose_with_confidence(decide, draws).token_ids
+    token_logprobs(decide, token_ids)
+
+
+def _decision(
+    hidden: torch.Tensor,
+    part: DecidePart,
+    count: int,
+    model: CausalModel,
+    tables: RowTables,
+    wants: Wants,
+) -> tuple[DecideBatch, torch.Tensor]:
+    """Of `count` positions, and the draws made at them."""
+    where = torch.arange(count, device=hidden.device) % part.rows.shape[0]
     decide = DecideBatch(
         logits=HeadLogits(model, hidden[part.queries[where]]),
         rows=part.rows[where],
@@ -154,16 +185,9 @@ def _sample(
         span_rows=part.span_rows,
         cu_decide=part.cu_decide,
         tables=tables.sampling,
-        wants=_EVERYTHING,
+        wants=wants,
     )
-    draws = torch.zeros_like(decide.positions)
-    if model.traits.mask_token_id is None:
-        token_ids = choose(decide, draws)
-    else:
-        # First the way of plain rows, before all logits exist.
-        choose_with_confidence(replace(decide, wants=PLAIN), draws)
-        token_ids = choose_with_confidence(decide, draws).token_ids
-    token_logprobs(decide, token_ids)
+    return decide, torch.zeros_like(decide.positions)
 
 
 def _cuda_room(fraction: float, *, free: int, total: int, peak: int) -> KVRoom:

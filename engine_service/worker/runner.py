@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine_service.core.step import Decision, NewRow, Span, StepPlan
+from engine_service.core.step import Decisions, NewRow, Span, StepPlan
 from engine_service.core.strategy import KeyChoice
 from engine_service.sampling.batch import DecideResult
 from engine_service.sampling.logprobs import Scores
@@ -30,7 +30,8 @@ from engine_service.worker.wanted import DecideLayout, ScoreLayout
 class StepHandle:
     """A launched step: results on their way to the host, and whose they are."""
 
-    num_spans: int
+    num_own: int
+    num_steady: int
     copies: HostCopies
     decided: list[tuple[DecideLayout, DecideResult]] = field(default_factory=list)
     scored: tuple[ScoreLayout, Scores] | None = None
@@ -54,16 +55,19 @@ class Runner:
         """Starts a step; on an asynchronous device it returns before the step is done."""
         self._tables.apply(plan.new_rows, plan.page_appends)
         self._admit(plan.new_rows)
-        handle = StepHandle(len(plan.spans), HostCopies(self._tables.device))
-        if not plan.spans:
+        num_own = len(plan.own_spans)
+        copies = HostCopies(self._tables.device)
+        handle = StepHandle(num_own, plan.num_spans - num_own, copies)
+        if not plan.num_spans:
             return handle
         layout = lay_out(
-            plan.spans,
+            plan.own_spans,
             self._tables,
             logits_shift=self._program.model.traits.logits_shift,
             logit_chunk=self._logit_chunk,
             longest_first=self._tables.device.type == "cuda",
             choice_of=self._choice_of,
+            steady=plan.steady,
         )
         result = None if self._graphs is None else self._graphs.run(layout)
         if result is None:
@@ -73,16 +77,16 @@ class Runner:
         handle.copies.seal()
         return handle
 
-    def collect(self, handle: StepHandle) -> list[Decision | None]:
-        """Waits for the step; one entry per span, None where nothing was decided or scored."""
+    def collect(self, handle: StepHandle) -> Decisions:
+        """Waits for the step."""
         handle.copies.wait()
-        decisions: list[Decision | None] = [None] * handle.num_spans
+        decisions = Decisions([None] * handle.num_own, [0] * handle.num_steady)
         for layout, result in handle.decided:
             split_decided(layout, result, decisions)
         if handle.scored is not None:
-            split_scored(*handle.scored, decisions)
+            split_scored(*handle.scored, decisions.own)
         if handle.pooled is not None:
-            split_pooled(*handle.pooled, decisions)
+            split_pooled(*handle.pooled, decisions.own)
         return decisions
 
     def _admit(self, new_rows: Sequence[NewRow]) -> None:

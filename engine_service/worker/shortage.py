@@ -42,7 +42,7 @@ def step_shortage(plan: StepPlan, resolved: ResolvedConfig) -> EngineDead:
     """The end of an engine in a step."""
     tokens = sum(span.num_tokens for span in plan.spans)
     return EngineDead(
-        f"out of memory in a step of {len(plan.spans)} rows and {tokens} tokens: end what else"
+        f"out of memory in a step of {plan.num_spans} rows and {tokens} tokens: end what else"
         " uses the device's memory, or start with less --memory-fraction,"
         f" --token-budget (now {resolved.token_budget}), --logit-budget (now"
         f" {resolved.logit_budget}) or --max-rows (now {resolved.max_rows})"

@@ -86,12 +86,15 @@ class RowTables:
         mask_token_id: int | None,
         methods: Sequence[str],
         device: torch.device,
+        in_pieces: bool = False,
         pooled: PoolRows | None = None,
     ) -> None:
+        """`in_pieces`: who decides for plain rows needs a piece of their logits at a time."""
         assert table_width % page_size == 0, f"width {table_width} is not whole pages"
         num_rows = max_rows + 1
         self.page_size = page_size
         self.device = device
+        self.in_pieces = in_pieces
         self.pooled = pooled
         self._trash_page = trash_page
         self._fill = mask_token_id or 0

@@ -12,13 +12,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine_service.core.step import Span, new_span
 from engine_service.sampling.batch import Wants
 from engine_service.worker.tables import RowTables
+
+_ALL = 1 << 40
+"""More positions than any step decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecideLayout:
-    """Decided positions of some spans of one method, few enough for one piece of logits."""
+    """Decided positions of some spans of one method, few enough for their logits to exist at once;
+    any number where a piece of them exists at a time."""
 
     method: int
     spans: np.ndarray
@@ -74,6 +79,16 @@ class Columns(NamedTuple):
     aside: np.ndarray
 
 
+def cut(columns: Columns, which: slice | np.ndarray) -> Columns:
+    """Some of the spans, or all in another order."""
+    return Columns(*(column[which] for column in columns))
+
+
+def spans_of(columns: Columns) -> list[Span]:
+    """The spans one by one."""
+    return list(map(new_span, zip(*(column.tolist() for column in columns), strict=True)))
+
+
 class Queries(NamedTuple):
     """Where the spans lie in the flat batch."""
 
@@ -91,7 +106,8 @@ class Queries(NamedTuple):
 def lay_out_decided(
     queries: Queries, tables: RowTables, logit_chunk: int
 ) -> Iterator[DecideLayout]:
-    """Spans of one method share a part until it holds `logit_chunk` positions."""
+    """Spans of one method share a part until it holds `logit_chunk` positions; where nobody asks
+    for whole logits they all do, so that a step has one decision."""
     columns = queries.columns
     counts = columns.decide_stop - columns.decide_start
     deciding = counts.nonzero()[0]
@@ -101,8 +117,17 @@ def lay_out_decided(
     methods = tables.method_of_row[columns.row[deciding]]
     num_rows = counts * np.maximum(columns.aside, 1)
     for method in sorted(set(methods.tolist())):
-        for spans in _chunks(deciding[methods == method], num_rows, logit_chunk):
+        mine = deciding[methods == method]
+        limit = logit_chunk if _needs_whole_logits(queries, tables, mine) else _ALL
+        for spans in _chunks(mine, num_rows, limit):
             yield _decide_part(queries, tables, method, spans)
+
+
+def _needs_whole_logits(queries: Queries, tables: RowTables, spans: np.ndarray) -> bool:
+    columns = queries.columns
+    if not tables.in_pieces or queries.num_copies:
+        return True
+    return not tables.wants(columns.row[spans], int(columns.decide_start[spans].min())).is_plain
 
 
 def _decide_part(

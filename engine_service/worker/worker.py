@@ -17,7 +17,7 @@ from engine_service.attention.base import AttentionBackend, AttentionShape, Laye
 from engine_service.attention.select import open_backend
 from engine_service.config import EngineConfig
 from engine_service.core.pooling import Pooling
-from engine_service.core.step import FULL, Decision, StepPlan
+from engine_service.core.step import FULL, Decisions, StepPlan
 from engine_service.core.strategy import DecodeStrategy, ExecutorLimits
 from engine_service.kernels.jit import (
     give_up_kernels,
@@ -28,11 +28,11 @@ from engine_service.kernels.jit import (
 from engine_service.models.base import CausalModel, ModelTraits
 from engine_service.resolve import resolve
 from engine_service.worker.aside import num_pages_aside
-from engine_service.worker.buckets import Bucket, list_buckets
+from engine_service.worker.buckets import Bucket, buckets_of
 from engine_service.worker.checkpoint import Report, fetch_checkpoint
 from engine_service.worker.graphs import StepGraphs, capture_steps
 from engine_service.worker.kv_pool import KVPool, KVRoom, count_pages, no_pages, page_bytes
-from engine_service.worker.memory import find_room, free_bytes
+from engine_service.worker.memory import decides_in_pieces, find_room, free_bytes
 from engine_service.worker.pool_facts import read_pool_facts
 from engine_service.worker.pool_rows import PoolRows
 from engine_service.worker.program import StepProgram
@@ -108,7 +108,7 @@ class Worker:
         with self._stage("kv", lambda: pool_advice(self.resolved)):
             pool = self._create_pool(config, room, backend)
         with self._stage("tables", lambda: pool_advice(self.resolved)):
-            tables = self._create_tables(pool)
+            tables = self._create_tables(pool, in_pieces=decides_in_pieces(model))
             for strategy in self.strategies.values():
                 strategy.bind(self.resolved.max_rows, self.device)
         self.limits = ExecutorLimits(
@@ -137,8 +137,8 @@ class Worker:
                 raise
             raise step_shortage(plan, self.resolved) from error
 
-    def collect(self, handle: StepHandle) -> list[Decision | None]:
-        """Waits for a step's decisions, one per span."""
+    def collect(self, handle: StepHandle) -> Decisions:
+        """Waits for a step's decisions."""
         return self._runner.collect(handle)
 
     def facts(self) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class Worker:
         Where a kernel turns out not to work on this device, everything is chosen anew without any.
         """
         backend = self._create_backend(config)
-        buckets = self._list_buckets(config, backend)
+        buckets = self._list_buckets(config, backend, decides_in_pieces(model))
         cache_aside = self._create_cache_aside(backend)
         try:
             room = find_room(config, self.resolved, model, backend, self.device, buckets)
@@ -244,26 +244,19 @@ class Worker:
         _LOG.info("attention %s", reason)
         return backend
 
-    def _list_buckets(self, config: EngineConfig, backend: AttentionBackend) -> list[Bucket]:
-        """What is captured; nothing where there are no graphs or none are wanted, nor of models
-        that see everything: the columns of their decisions are as wide as a request's block."""
-        sees_all = self.traits.mask_block >= FULL
-        is_eager = config.enforce_eager or not backend.capturable or sees_all
-        if self.device.type != "cuda" or is_eager:
+    def _list_buckets(
+        self, config: EngineConfig, backend: AttentionBackend, in_pieces: bool
+    ) -> list[Bucket]:
+        """What is captured; nothing where there are no graphs or none are wanted."""
+        if self.device.type != "cuda" or config.enforce_eager or not backend.capturable:
             return []
-        return list_buckets(
-            max_rows=self.resolved.max_rows,
-            block=self.traits.mask_block,
-            max_decide=max(strategy.max_decide for strategy in self.strategies.values()),
-            token_budget=self.resolved.token_budget,
-            logit_chunk=self.resolved.logit_chunk,
-        )
+        return buckets_of(self.traits, self.resolved, self.strategies.values(), in_pieces)
 
     def _capture(self, program: StepProgram, buckets: Sequence[Bucket]) -> StepGraphs | None:
         if not buckets:
             return None
         with self._stage("graphs"):
-            return capture_steps(program, buckets, self._report)
+            return capture_steps(program, buckets, self.resolved.logit_chunk, self._report)
 
     def _create_cache_aside(self, backend: AttentionBackend) -> LayerCache | None:
         """One layer's keys and values of a step; None for models whose spans use the pages only."""
@@ -287,7 +280,7 @@ class Worker:
         )
         return KVPool(backend, num_layers, num_pages, self.device)
 
-    def _create_tables(self, pool: KVPool) -> RowTables:
+    def _create_tables(self, pool: KVPool, *, in_pieces: bool) -> RowTables:
         return RowTables(
             max_rows=self.resolved.max_rows,
             table_width=self.resolved.table_width,
@@ -296,5 +289,6 @@ class Worker:
             mask_token_id=self.traits.mask_token_id,
             methods=(*self.strategies, Pooling.name),
             device=self.device,
+            in_pieces=in_pieces,
             pooled=PoolRows(self.resolved.max_rows, self.traits.hidden_size, self.device),
         )

@@ -105,9 +105,9 @@ def generate(worker: Worker, requests: list[Asked], chunk: int, rng: random.Rand
             if len(one.pages) > first:
                 appends.append(PageAppend(one.row, first, tuple(one.pages[first:])))
         rows = tuple(one.new_row() for one in live if one.is_new)
-        plan = StepPlan(seq=0, new_rows=rows, page_appends=tuple(appends), spans=tuple(spans))
+        plan = StepPlan(seq=0, new_rows=rows, page_appends=tuple(appends), own_spans=tuple(spans))
         decisions = worker.collect(worker.launch(plan))
-        for one, span, decision in zip(list(live), spans, decisions, strict=True):
+        for one, span, decision in zip(list(live), spans, decisions.own, strict=True):
             one.is_new = False
             if one.settle(span, decision):
                 live.remove(one)

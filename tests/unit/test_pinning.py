@@ -148,13 +148,13 @@ def test_the_simulated_executor_keeps_what_is_given() -> None:
     canvas = Canvas((MASK, 4, MASK), (False, True, False))
     new = make_row(0, [1, 2, 3], canvas=canvas)._replace(pinned=((7, 9), (8, 9)))
     spans = [Span(0, 0, 6, 6, 8, 3, 6), Span(0, 3, 9, 9, 8, 6, 9), Span(0, 6, 9, 9, 8, 8, 9)]
-    decided = executor.collect(executor.launch(make_plan(*spans, rows=(new,))))
+    decided = executor.collect(executor.launch(make_plan(*spans, rows=(new,)))).own
     tokens = [token for decision in decided if decision for token in decision.token_ids]
     assert [tokens[1], *tokens[4:]] == [4, 9, 9, 9]
     free = executor.launch(
         make_plan(*spans[:2], rows=(new._replace(pinned=(), canvas=EMPTY_CANVAS),))
     )
-    without = [token for decision in free.decisions if decision for token in decision.token_ids]
+    without = [token for decision in free.decisions.own if decision for token in decision.token_ids]
     assert [without[i] for i in (0, 2, 3)] == [tokens[i] for i in (0, 2, 3)]
     assert (without[1], without[4]) != (4, 9)
 

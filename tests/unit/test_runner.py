@@ -111,7 +111,7 @@ def all_pages(count: int) -> tuple[PageAppend, ...]:
 
 
 def run(runner: Runner, plan):
-    return runner.collect(runner.launch(plan))
+    return runner.collect(runner.launch(plan)).own
 
 
 def test_chunked_prompt_decides_only_at_its_end_and_goes_on_from_the_table():
@@ -241,7 +241,7 @@ def test_steps_may_be_launched_ahead_of_collect():
     # The row is taken by somebody else before the first step is collected.
     runner.launch(make_plan(rows=(make_row(0, [8]),)))
     token = int(logits_of(1, 1).argmax())
-    got = runner.collect(first)[0]
+    got = runner.collect(first).own[0]
     assert got.token_ids == [token]
     assert len(got.logprobs[0].token_ids) == 2
-    assert runner.collect(second)[0].token_ids == [int(logits_of(token, 2).argmax())]
+    assert runner.collect(second).own[0].token_ids == [int(logits_of(token, 2).argmax())]

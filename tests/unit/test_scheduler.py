@@ -13,7 +13,7 @@ from engine_service.core.messages import Abort, Finish, FinishReason, StepOutput
 from engine_service.core.pages import PageManager
 from engine_service.core.params import DecodingChoice, SamplingParams, SchedulerLimits
 from engine_service.core.scheduler import Scheduler
-from engine_service.core.step import Decision, StepPlan
+from engine_service.core.step import Decision, Decisions, StepPlan
 from engine_service.core.strategy import ModelFacts
 from engine_service.decoding.autoregressive import Autoregressive
 from engine_service.decoding.block_diffusion import BlockDiffusion
@@ -99,7 +99,7 @@ class Desk:
         )
         self.tokens[key] = 0
 
-    def decide(self, plan: StepPlan) -> list[Decision | None]:
+    def decide(self, plan: StepPlan) -> Decisions:
         """Token 5 everywhere; a diffusion span reveals its first positions."""
         decisions: list[Decision | None] = []
         for span in plan.spans:
@@ -107,7 +107,7 @@ class Desk:
             limit = self.reveals if span.mask_block > 1 else 1
             final = [index < limit for index in range(count)]
             decisions.append(Decision([5] * count, final) if count else None)
-        return decisions
+        return Decisions.split(plan, decisions)
 
     def step(self) -> dict[int, tuple[int, int]]:
         """One turn; (start, stop) of every key that ran."""
@@ -253,7 +253,7 @@ def test_rows_and_pages_of_an_ended_request_wait_for_the_step_in_flight() -> Non
     second = desk.scheduler.schedule()
     assert second is not None
     rows = [span.row for span in plan.spans]
-    assert [span.row for span in second.spans] == [rows[2], 3]
+    assert {span.row for span in second.spans} == {rows[2], 3}
     assert desk.pages.num_used == held + 1
     desk.read(desk.scheduler.emit())
     assert sorted(desk.finishes) == [1, 2]

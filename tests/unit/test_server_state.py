@@ -157,8 +157,8 @@ def test_simulated_tokens_depend_on_request_and_position_only() -> None:
     spans = (Span(0, 0, 4, 4, 1, 4, 5), Span(1, 0, 2, 2, 1, 0, 0), Span(2, 3, 4, 4, 1, 4, 5))
     rows = (new_row(0, [1, 2, 3, 4]), new_row(1, [9, 9, 9]), new_row(2, [1, 2, 3], more=(7,)))
     began = time.monotonic()
-    plan = StepPlan(seq=1, new_rows=rows, page_appends=(), spans=spans)
-    first, second, third = executor.collect(executor.launch(plan))
+    plan = StepPlan(seq=1, new_rows=rows, page_appends=(), own_spans=spans)
+    first, second, third = executor.collect(executor.launch(plan)).own
     assert time.monotonic() - began >= 0.02
     assert second is None
     assert first is not None

@@ -97,14 +97,16 @@ def _measure(options: ThroughputOptions, llm: LLM, requests: RequestSet) -> dict
     seconds: list[float] = []
     with watch_kv(llm.engine, every=_SAMPLE_EVERY) as use:
         for repeat in range(1, repeats + 1):
-            seconds.append(_time(llm, requests, params))
-            line = f"{requests.name}: run {repeat}/{repeats} {seconds[-1]:.3f} s"
+            spent, forwards = _time(llm, requests, params)
+            seconds.append(spent)
+            line = f"{requests.name}: run {repeat}/{repeats} {spent:.3f} s"
             print(line, file=sys.stderr, flush=True)
-    return {"set": requests.name} | _figures(requests, seconds, use)
+    return {"set": requests.name} | _figures(requests, seconds, forwards, use)
 
 
-def _time(llm: LLM, requests: RequestSet, params: list[SamplingParams]) -> float:
-    """Seconds of one run. Raises RuntimeError unless every request got all of its tokens."""
+def _time(llm: LLM, requests: RequestSet, params: list[SamplingParams]) -> tuple[float, int]:
+    """Seconds of one run, and the forwards of all requests. Raises RuntimeError unless every
+    request got all of its tokens."""
     start = time.perf_counter()
     outputs = llm.generate(requests.prompts, params, use_tqdm=sys.stderr.isatty())
     seconds = time.perf_counter() - start
@@ -112,10 +114,12 @@ def _time(llm: LLM, requests: RequestSet, params: list[SamplingParams]) -> float
     if lengths != requests.output_lens:
         wanted = requests.output_tokens
         raise RuntimeError(f"{requests.name}: {sum(lengths)} tokens instead of {wanted}")
-    return seconds
+    return seconds, sum(output.usage.forward_passes for output in outputs)
 
 
-def _figures(requests: RequestSet, seconds: list[float], use: KVUse) -> dict[str, Any]:
+def _figures(
+    requests: RequestSet, seconds: list[float], forwards: int, use: KVUse
+) -> dict[str, Any]:
     best, tokens_in, tokens_out = min(seconds), requests.prompt_tokens, requests.output_tokens
     return {
         "requests": len(requests.prompts),
@@ -126,6 +130,8 @@ def _figures(requests: RequestSet, seconds: list[float], use: KVUse) -> dict[str
         "prompt_tokens_per_s": round(tokens_in / best, 1),
         "output_tokens_per_s": round(tokens_out / best, 1),
         "total_tokens_per_s": round((tokens_in + tokens_out) / best, 1),
+        "forwards_per_request": round(forwards / len(requests.prompts), 2),
+        "tokens_per_forward": round(tokens_out / forwards, 3),
         "kv_slots_used": use.share,
     }
 
@@ -138,6 +144,7 @@ def table(result: dict[str, Any]) -> list[tuple[str, str]]:
     for row in result["sets"]:
         text = f"{row['seconds']:8.3f} s  {row['output_tokens_per_s']:>9,.0f} tok/s out"
         text += f"  {row['prompt_tokens_per_s']:>9,.0f} in"
+        text += f"  {row['tokens_per_forward']:.2f} tokens/forward"
         if row["bound_s"] is not None:
             text += f"  bound {row['bound_s']:.3f} s, {row['bound_ratio']:.2f} of it"
         lines.append((row["set"], text))
