@@ -98,7 +98,8 @@ def lay_out(
     offsets = cu_seqlens[:-1] - columns.start - logits_shift
     queries = Queries(columns, order, cu_seqlens, offsets, num_copies)
     pools = lay_out_pooled(queries, tables.pooled, logit_chunk)
-    queries = queries._replace(columns=without_pooled(columns, tables.pooled))
+    if pools is not None:
+        queries = queries._replace(columns=without_pooled(columns, pools))
     num_spans = len(lengths)
     owners = np.arange(num_spans).repeat(lengths)
     positions = np.arange(int(cu_seqlens[-1])) + (columns.start - cu_seqlens[:-1])[owners]

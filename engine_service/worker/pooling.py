@@ -121,11 +121,9 @@ def lay_out_pooled(queries: Queries, rows: PoolRows | None, chunk: int) -> PoolL
     )
 
 
-def without_pooled(columns: Columns, rows: PoolRows | None) -> Columns:
+def without_pooled(columns: Columns, layout: PoolLayout) -> Columns:
     """The same spans, of which those that are pooled decide nothing."""
-    if rows is None:
-        return columns
-    is_pooled = rows.kind[columns.row] != PoolKind.NONE
+    is_pooled = np.isin(columns.row, layout.rows)
     stop = np.where(is_pooled, columns.decide_start, columns.decide_stop)
     return columns._replace(decide_stop=stop)
 
