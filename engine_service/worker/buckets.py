@@ -55,7 +55,10 @@ def buckets_of(
     in_pieces: bool,
 ) -> list[Bucket]:
     """All buckets of an engine, smallest first. `in_pieces` as in RowTables: where all logits of a
-    step never exist at once, their number bounds nothing."""
+    step never exist at once, their number bounds nothing. None of an encoder: it decides nothing.
+    """
+    if not traits.methods:
+        return []
     logit_limit = resolved.logit_budget if in_pieces else resolved.logit_chunk
     if traits.mask_block >= FULL:
         return list_canvas_buckets(

@@ -16,7 +16,7 @@ import numpy as np
 
 from engine_service.core.step import Span, SteadyRows
 from engine_service.worker.aside import AsideLayout, ChoiceOf, lay_out_aside
-from engine_service.worker.pooling import PoolLayout, lay_out_pooled, without_pooled
+from engine_service.worker.pooling import PoolLayout, take_pooled
 from engine_service.worker.tables import RowTables
 from engine_service.worker.wanted import (
     Columns,
@@ -97,8 +97,7 @@ def lay_out(
     cu_seqlens = running_sum(lengths)
     offsets = cu_seqlens[:-1] - columns.start - logits_shift
     queries = Queries(columns, order, cu_seqlens, offsets, num_copies)
-    pools = lay_out_pooled(queries, tables.pooled, logit_chunk)
-    queries = queries._replace(columns=without_pooled(columns, tables.pooled))
+    pools, queries = take_pooled(queries, tables.pooled, logit_chunk)
     num_spans = len(lengths)
     owners = np.arange(num_spans).repeat(lengths)
     positions = np.arange(int(cu_seqlens[-1])) + (columns.start - cu_seqlens[:-1])[owners]

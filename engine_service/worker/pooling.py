@@ -17,7 +17,7 @@ import torch
 
 from engine_service.core.step import Decision
 from engine_service.worker.pool_rows import PoolKind, PoolRows
-from engine_service.worker.wanted import Columns, Queries, ranges, running_sum
+from engine_service.worker.wanted import Queries, ranges, running_sum
 
 _LEAST_NORM = 1e-12
 """Of a vector that is divided by its norm: zero stays zero (torch's normalize)."""
@@ -89,7 +89,20 @@ class Pooled(NamedTuple):
     labels: torch.Tensor | None
 
 
-def lay_out_pooled(queries: Queries, rows: PoolRows | None, chunk: int) -> PoolLayout | None:
+def take_pooled(
+    queries: Queries, rows: PoolRows | None, chunk: int
+) -> tuple[PoolLayout | None, Queries]:
+    """What is pooled, and the same spans, of which those that are pooled decide nothing."""
+    layout = _lay_out(queries, rows, chunk)
+    if layout is None:
+        return None, queries
+    columns = queries.columns
+    is_pooled = np.isin(columns.row, layout.rows)
+    stop = np.where(is_pooled, columns.decide_start, columns.decide_stop)
+    return layout, queries._replace(columns=columns._replace(decide_stop=stop))
+
+
+def _lay_out(queries: Queries, rows: PoolRows | None, chunk: int) -> PoolLayout | None:
     """The queries of rows that are pooled, `chunk` at a time; None where there are none."""
     columns = queries.columns
     spans = np.empty(0) if rows is None else rows.kind[columns.row].nonzero()[0]
@@ -119,15 +132,6 @@ def lay_out_pooled(queries: Queries, rows: PoolRows | None, chunk: int) -> PoolL
         chunk=chunk,
         num_embedded=int(np.count_nonzero(~rows.classifies[last_rows])),
     )
-
-
-def without_pooled(columns: Columns, rows: PoolRows | None) -> Columns:
-    """The same spans, of which those that are pooled decide nothing."""
-    if rows is None:
-        return columns
-    is_pooled = rows.kind[columns.row] != PoolKind.NONE
-    stop = np.where(is_pooled, columns.decide_start, columns.decide_stop)
-    return columns._replace(decide_stop=stop)
 
 
 def pool(

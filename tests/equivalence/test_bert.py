@@ -11,6 +11,7 @@ import torch
 
 from engine_service.core.messages import Abort
 from engine_service.core.params import PoolChoice
+from engine_service.worker.buckets import buckets_of
 from tests.equivalence.pooling import Outcome, make_engine, pool_reference, run, step, submit
 from tests.models.encoders import SIZES, write
 from tidemill.runtime.errors import InvalidRequest, Unsupported
@@ -122,6 +123,7 @@ def test_an_encoder_generates_nothing_and_says_so(encoder):
         submit(engine, 1, [1, 2], None)
     assert refused.value.param == "model"
     assert engine.facts.methods == ()
+    assert buckets_of(engine.executor.traits, engine.executor.resolved, (), False) == []
     assert engine.facts.num_pages == 0
     with pytest.raises(InvalidRequest, match="maximum context length is 64"):
         submit(engine, 1, [1] * 65, PoolChoice())
