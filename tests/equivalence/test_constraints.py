@@ -10,6 +10,7 @@ import torch
 
 from engine_service.core.constraint import Constraint
 from engine_service.core.messages import FinishReason
+from engine_service.decoding.full_canvas import FullCanvas
 from tests.equivalence.harness import AR, BLOCK, EOS, Result, Setup, ToyEngine
 from tests.equivalence.references import random_prompt, reference_ar, reference_block
 from tests.equivalence.toy_grammar import Automaton, ToyGrammars, reference, spec
@@ -213,4 +214,31 @@ def test_an_engine_without_masks_says_so() -> None:
     ):
         with pytest.raises(Unsupported, match="does not serve") as caught:
             engine.submit([1], 4, **fields)
+        assert caught.value.param == param
+
+
+def test_a_full_canvas_takes_lists_and_refuses_what_goes_token_by_token(seed: int) -> None:
+    """Its blocks may start anew, and with them tokens that a grammar has read."""
+    model, name = ToyModel(seed), "full_canvas"
+    engine = ToyEngine(
+        model,
+        Setup(token_budget=256, logit_budget=256),
+        strategies={name: FullCanvas(mask_token_id=MASK, logits_shift=0)},
+        default_method=name,
+        shifts={name: 0},
+        grammars=ToyGrammars(),
+    )
+    knobs = {"steps": 8, "block_length": 8}
+    allowed = tuple(random.Random(seed).sample(range(VOCAB - 1), 6))
+    key = engine.submit([1, 2, 3], 8, name, knobs, allowed_token_ids=allowed)
+    free = engine.submit([1, 2, 3], 8, name, knobs)
+    engine.run()
+    assert set(engine.results[key].tokens) <= set(allowed)
+    assert not set(engine.results[free].tokens) <= set(allowed)
+    for param, fields in (
+        ("constraint.regex", {"constraint": spec(1)}),
+        ("bad_words", {"bad_words": ((1, 2),)}),
+    ):
+        with pytest.raises(Unsupported, match="does not support") as caught:
+            engine.submit([1], 8, name, knobs, **fields)
         assert caught.value.param == param
