@@ -28,7 +28,7 @@ def answers(model: str, count: int, **config: object) -> list[RequestOutput]:
     return llm.chat(chats, PARAMS, use_tqdm=False)
 
 
-@pytest.mark.parametrize("model", ["demo", "demo-block"])
+@pytest.mark.parametrize("model", ["demo", "demo-block", "demo-canvas"])
 def test_float32_tokens_equal_those_of_the_cpu(model: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     on_cpu = answers(model, 70, device="cpu", dtype="float32")
@@ -37,7 +37,7 @@ def test_float32_tokens_equal_those_of_the_cpu(model: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("model", ["demo", "demo-block"])
+@pytest.mark.parametrize("model", ["demo", "demo-block", "demo-canvas"])
 def test_half_formats_keep_the_quality(model: str, dtype: str) -> None:
     outputs = answers(model, 350, device="cuda", dtype=dtype)
     right = sum(
