@@ -10,6 +10,7 @@ import torch
 
 from engine_service.core.constraint import Constraint
 from engine_service.core.messages import FinishReason
+from engine_service.decoding.block_diffusion import BlockDiffusion
 from engine_service.decoding.full_canvas import FullCanvas
 from tests.equivalence.harness import AR, BLOCK, EOS, Result, Setup, ToyEngine
 from tests.equivalence.references import random_prompt, reference_ar, reference_block
@@ -78,6 +79,32 @@ def wrong_under_grammars(rounds: range, *, overlaps: bool, preempts: bool = Fals
 def test_grammars_equal_slow_decoding(seed: int, overlaps: bool, preempts: bool) -> None:
     rounds = range(seed, seed + 6)
     assert wrong_under_grammars(rounds, overlaps=overlaps, preempts=preempts) == 0
+
+
+def test_shifted_blocks_under_grammars(seed: int) -> None:
+    differs = False
+    for round_seed in range(seed, seed + 6):
+        rng, model = random.Random(round_seed), ToyModel(round_seed)
+        strategy = BlockDiffusion(block=SIZE, mask_token_id=MASK, logits_shift=1)
+        engine = ToyEngine(
+            model,
+            Setup(block=SIZE, overlaps=True),
+            strategies={BLOCK: strategy},
+            default_method=BLOCK,
+            shifts={BLOCK: 1},
+            grammars=ToyGrammars(),
+        )
+        prompts = [random_prompt(rng, 1, 12) for _ in range(4)]
+        keys = [
+            engine.submit(prompt, 12, BLOCK, constraint=spec(round_seed), ignore_eos=False)
+            for prompt in prompts
+        ]
+        engine.run()
+        for key, prompt in zip(keys, prompts, strict=True):
+            want = reference(model, prompt, 12, round_seed, SIZE, shift=1)
+            assert engine.results[key].tokens == want
+            differs |= want != reference(model, prompt, 12, round_seed, SIZE)
+    assert differs, "without the shift the same would have come out"
 
 
 def test_control_a_mask_that_lags_behind_shows(seed: int) -> None:
