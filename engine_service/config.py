@@ -15,7 +15,7 @@ class EngineConfig:
     """Flags of the engine service."""
 
     model: str = "demo"
-    """Built-in model (demo, demo-block), local folder, or hub id."""
+    """Built-in model (demo, demo-block, demo-canvas), local folder, or hub id."""
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     tokenizer: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks.demo_models import corpus, evaluate, export
@@ -45,6 +46,20 @@ def trained(steps: int) -> tuple[DemoLM, list[float]]:
         optimizer.step()
         losses.append(loss.item())
     return model, losses
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_the_packaged_model_knows_its_tasks(cache: str) -> None:
+    """In a few steps; one item in a thousand is wrong (benchmarks/demo_models)."""
+    items = tasks.held_out(14)
+    chats = [[{"role": "user", "content": item.prompt}] for item in items]
+    params = SamplingParams(temperature=0, max_tokens=64, method_params={"cache": cache})
+    outputs = LLM("demo-canvas", device="cpu").chat(chats, params, use_tqdm=False)
+    texts = [output.outputs[0].text for output in outputs]
+    assert sum(map(tasks.is_correct, items, texts)) >= 13
+    assert not any(map(tasks.is_correct, items[1:], texts)), "the control: another's answer"
+    total = sum(output.usage.output_tokens for output in outputs)
+    assert total > 3 * sum(output.usage.forward_passes for output in outputs)
 
 
 def test_the_engine_decodes_as_the_slow_evaluation_does(tmp_path: Path) -> None:

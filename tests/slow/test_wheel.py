@@ -62,7 +62,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_is_complete(wheel: Path) -> None:
     assert wheel.name == f"tidemill-{tidemill.__version__}-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
-    for model in ("demo", "demo-block"):
+    for model in ("demo", "demo-block", "demo-canvas"):
         assert {f"tidemill/builtin/{model}/{name}" for name in MODEL_FILES} <= names
     for package in ("tidemill", "frontend", "engine_service"):
         files = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}

@@ -6,6 +6,7 @@ import torch
 from engine_service.attention.base import AttentionShape
 from engine_service.attention.select import create_backend
 from engine_service.config import EngineConfig
+from engine_service.core.step import granularity
 from engine_service.resolve import resolve
 from engine_service.worker.checkpoint import fetch_checkpoint
 from engine_service.worker.memory import full_rows, rehearse, whole_prompts
@@ -15,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("max_model_len", [192, 250])
-@pytest.mark.parametrize("name", ["demo", "demo-block"])
+@pytest.mark.parametrize("name", ["demo", "demo-block", "demo-canvas"])
 def test_prompts_and_full_rows_run(name: str, max_model_len: int) -> None:
     config = EngineConfig(model=name, max_model_len=max_model_len, max_rows=4, token_budget=300)
     checkpoint = fetch_checkpoint(config, lambda *_: None)
@@ -30,10 +31,11 @@ def test_prompts_and_full_rows_run(name: str, max_model_len: int) -> None:
         dtype=torch.float32,
     )
     backend = create_backend("sdpa", shape)
-    prompts = whole_prompts(resolved.token_budget, resolved, traits.mask_block)
+    block = granularity(traits.mask_block)
+    prompts = whole_prompts(resolved.token_budget, resolved, block)
     rows = full_rows(resolved, traits)
     assert 0 < sum(span.num_tokens for span in prompts) <= resolved.token_budget
     assert len(rows) == 4
-    assert all(max_model_len - 2 * traits.mask_block <= span.kv_len for span in rows)
+    assert all(max_model_len - 2 * block <= span.kv_len for span in rows)
     for spans in (prompts, rows):
         rehearse(spans, 2, resolved, model, backend, CPU)
