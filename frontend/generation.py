@@ -189,7 +189,7 @@ class Generation:
             return None
         decode = self.model.tokenizer.decode
         end = decode(token_ids[-_PROMPT_END:], skip_special_tokens=False)
-        return reading_of(prompt, self.model.output, end)
+        return reading_of(prompt, self.model.output, end, self._request.options.constraint)
 
     def _check_size(self, num_tokens: int) -> None:
         """Refuses what cannot fit before the time is spent to encode it."""

@@ -13,6 +13,7 @@ from frontend.parsers.registry import TOOL_PARSERS, OutputFormat
 from frontend.parsers.tools.bare_json import CallListParser, NamedCallParser
 from frontend.request import Chat, TextRequest
 from tidemill.runtime.errors import Unsupported
+from tidemill.structured import Constraint
 
 
 class CallDelta(NamedTuple):
@@ -59,12 +60,20 @@ class Reading:
         return said
 
 
-def reading_of(chat: Chat, form: OutputFormat, prompt: str) -> Reading | None:
+def reading_of(
+    chat: Chat, form: OutputFormat, prompt: str, constraint: Constraint | None = None
+) -> Reading | None:
     """How an answer to `chat` is read; None: it is content as it stands. `prompt` is the end of the
-    rendered conversation."""
+    rendered conversation.
+
+    What follows a grammar from its first token on has no room for reasoning, also where the prompt
+    leaves it open; only structural tags stand amid free text.
+    """
     parser: OutputParser | None
     if chat.must_call:
         parser = NamedCallParser(chat.called) if chat.called else CallListParser(_specs(chat))
+    elif constraint is not None and constraint.kind != "structural_tag":
+        parser = None
     else:
         parser = form.parser(_specs(chat), prompt)
     if parser is None:

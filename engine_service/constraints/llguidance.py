@@ -61,16 +61,20 @@ class LlMatcher:
 
 
 class LlGrammars:
-    """core.constraint.Grammars. The tokenizer is read when the first grammar is asked for: it takes
-    a second where the vocabulary is large."""
+    """core.constraint.Grammars."""
 
     def __init__(self, folder: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`folder` is to hold tokenizer.json, whose ids end before `vocab_size`."""
-        self._folder = folder
+        """`folder` is to hold tokenizer.json, whose ids end before `vocab_size`.
+
+        It is read here and not with the first grammar: where the vocabulary is large that takes
+        more than a second, in which the library lets no other thread run.
+        """
         self._vocab_size = vocab_size
-        self._eos_token_ids = list(eos_token_ids)
-        self._tokenizer: LLTokenizer | None = None
-        self._reading = threading.Lock()
+        self._absent = ""
+        try:
+            self._tokenizer = _read_tokenizer(folder, vocab_size, list(eos_token_ids))
+        except Exception as failure:  # the library raises what its parser raises
+            self._absent = _first_line(failure)
         self._kept: OrderedDict[ConstraintSpec, LLMatcher] = OrderedDict()
         self._keeping = threading.Lock()
         self._executor = LLExecutor() if _IS_INSTALLED else None
@@ -105,8 +109,11 @@ class LlGrammars:
             if spec in self._kept:
                 self._kept.move_to_end(spec)
                 return self._kept[spec]
-        tokenizer = self._read_tokenizer(spec)
-        made = LLMatcher(tokenizer, _grammar(spec, tokenizer), log_level=_SILENT)
+        if self._absent:
+            param = f"constraint.{spec.kind}"
+            raise Unsupported(f"{param}: grammars are not served here; {self._absent}", param=param)
+        grammar = _grammar(spec, self._tokenizer)
+        made = LLMatcher(self._tokenizer, grammar, log_level=_SILENT)
         if made.is_error():
             raise _wrong(spec, made.get_error())
         with self._keeping:
@@ -115,31 +122,15 @@ class LlGrammars:
                 self._kept.popitem(last=False)
         return made
 
-    def _read_tokenizer(self, spec: ConstraintSpec) -> LLTokenizer:
-        with self._reading:
-            if self._tokenizer is None:
-                self._tokenizer = self._open_tokenizer(f"constraint.{spec.kind}")
-            return self._tokenizer
 
-    def _open_tokenizer(self, param: str) -> LLTokenizer:
-        path = Path(self._folder) / "tokenizer.json"
-        absent = ""
-        if not _IS_INSTALLED:
-            absent = "llguidance is not installed: pip install 'tidemill[engine]'"
-        elif not (self._folder and path.is_file()):
-            absent = "the model has no tokenizer.json: start the engine with --tokenizer FOLDER"
-        if absent:
-            raise Unsupported(f"{param}: grammars are not served here; {absent}", param=param)
-        try:
-            return LLTokenizer(
-                path.read_text(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
-            )
-        except Exception as failure:  # the library raises what its parser raises
-            raise Unsupported(
-                f"{param}: grammars are not served here; tokenizer.json is not understood: "
-                f"{_first_line(str(failure))}",
-                param=param,
-            ) from failure
+def _read_tokenizer(folder: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
+    """Raises Unsupported saying what is missing, and whatever the library does."""
+    if not _IS_INSTALLED:
+        raise Unsupported("llguidance is not installed: pip install 'tidemill[engine]'")
+    path = Path(folder, "tokenizer.json")
+    if not folder or not path.is_file():
+        raise Unsupported("there is no tokenizer.json: start the engine with --tokenizer FOLDER")
+    return LLTokenizer(path.read_text(), n_vocab=vocab_size, eos_token=eos_token_ids or None)
 
 
 def _grammar(spec: ConstraintSpec, tokenizer: LLTokenizer) -> str:
@@ -156,7 +147,9 @@ def _grammar(spec: ConstraintSpec, tokenizer: LLTokenizer) -> str:
     }
     try:
         return make[spec.kind](spec.text)
-    except (ValueError, TypeError, KeyError, AssertionError, RecursionError) as failure:
+    except KeyError as missing:
+        raise _wrong(spec, f"{missing} is missing") from missing
+    except (ValueError, TypeError, AttributeError, AssertionError, RecursionError) as failure:
         raise _wrong(spec, str(failure)) from failure
 
 

@@ -154,8 +154,8 @@ class CoreLoop:
         `failure`: what went wrong before.
         """
         try:
-            if failure is not None:
-                raise failure
+            if failure is not None:  # what a library panics with is no Exception
+                raise failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
             self._scheduler.submit(submit)
         except ServiceError as error:
             self._outbox.send([Reject(submit.key, error)])

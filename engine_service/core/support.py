@@ -34,8 +34,9 @@ def check_supported(strategy: DecodeStrategy, submit: Submit) -> bool:
     ]
     for param, capability, is_wanted in wanted:
         if is_wanted and capability not in strategy.supports:
+            what = f"{param} of several tokens each" if param == "bad_words" else param
             raise Unsupported(
-                f"The decoding method {strategy.name!r} does not support {param}; leave it out.",
+                f"The decoding method {strategy.name!r} does not support {what}; leave it out.",
                 param=param,
             )
     if stepwise and submit.pinned:

@@ -180,6 +180,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "grammar": ({"grammar": "start: nope"}, "unknown name"),
     "gbnf": ({"grammar": "root = nope"}, "does not compile"),
     "structural_tag": ({"structural_tag": {"structures": [], "triggers": ["<"]}}, "is empty"),
+    "no end": (
+        {"structural_tag": {"structures": [{"begin": "a", "schema": {}}], "triggers": ["a"]}},
+        "'end' is missing",
+    ),
+    "a number": (
+        {"structural_tag": {"structures": [{**TAG, "begin": 5}], "triggers": ["a"]}},
+        "structural tag does not compile",
+    ),
     "trigger": ({"structural_tag": {"structures": [TAG], "triggers": []}}, "no trigger"),
     "long": ({"regex": "a" * (1 << 20) + "b"}, "at most"),
 }
@@ -198,7 +206,7 @@ def test_what_does_not_compile_is_named(llm: LLM, name: str) -> None:
 def test_an_engine_without_a_tokenizer_or_a_model_says_so(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"")
     llm = LLM("demo", tokenizer=str(tmp_path), skip_tokenizer_init=True, max_model_len=512)
-    with pytest.raises(Unsupported, match=r"no tokenizer\.json") as caught:
+    with pytest.raises(Unsupported, match=r"there is no tokenizer\.json") as caught:
         run(llm, [params({"regex": "a"})], [1, 2])
     assert caught.value.param == "structured_outputs.regex"
     simulated = LLM("demo", executor="simulated", skip_tokenizer_init=True, max_model_len=512)

@@ -10,6 +10,8 @@ import torch
 
 from engine_service.core.constraint import Constraint
 from engine_service.core.messages import FinishReason
+from engine_service.decoding.block_diffusion import BlockDiffusion
+from engine_service.decoding.full_canvas import FullCanvas
 from tests.equivalence.harness import AR, BLOCK, EOS, Result, Setup, ToyEngine
 from tests.equivalence.references import random_prompt, reference_ar, reference_block
 from tests.equivalence.toy_grammar import Automaton, ToyGrammars, reference, spec
@@ -77,6 +79,32 @@ def wrong_under_grammars(rounds: range, *, overlaps: bool, preempts: bool = Fals
 def test_grammars_equal_slow_decoding(seed: int, overlaps: bool, preempts: bool) -> None:
     rounds = range(seed, seed + 6)
     assert wrong_under_grammars(rounds, overlaps=overlaps, preempts=preempts) == 0
+
+
+def test_shifted_blocks_under_grammars(seed: int) -> None:
+    differs = False
+    for round_seed in range(seed, seed + 6):
+        rng, model = random.Random(round_seed), ToyModel(round_seed)
+        strategy = BlockDiffusion(block=SIZE, mask_token_id=MASK, logits_shift=1)
+        engine = ToyEngine(
+            model,
+            Setup(block=SIZE, overlaps=True),
+            strategies={BLOCK: strategy},
+            default_method=BLOCK,
+            shifts={BLOCK: 1},
+            grammars=ToyGrammars(),
+        )
+        prompts = [random_prompt(rng, 1, 12) for _ in range(4)]
+        keys = [
+            engine.submit(prompt, 12, BLOCK, constraint=spec(round_seed), ignore_eos=False)
+            for prompt in prompts
+        ]
+        engine.run()
+        for key, prompt in zip(keys, prompts, strict=True):
+            want = reference(model, prompt, 12, round_seed, SIZE, shift=1)
+            assert engine.results[key].tokens == want
+            differs |= want != reference(model, prompt, 12, round_seed, SIZE)
+    assert differs, "without the shift the same would have come out"
 
 
 def test_control_a_mask_that_lags_behind_shows(seed: int) -> None:
@@ -213,4 +241,31 @@ def test_an_engine_without_masks_says_so() -> None:
     ):
         with pytest.raises(Unsupported, match="does not serve") as caught:
             engine.submit([1], 4, **fields)
+        assert caught.value.param == param
+
+
+def test_a_full_canvas_takes_lists_and_refuses_what_goes_token_by_token(seed: int) -> None:
+    """Its blocks may start anew, and with them tokens that a grammar has read."""
+    model, name = ToyModel(seed), "full_canvas"
+    engine = ToyEngine(
+        model,
+        Setup(token_budget=256, logit_budget=256),
+        strategies={name: FullCanvas(mask_token_id=MASK, logits_shift=0)},
+        default_method=name,
+        shifts={name: 0},
+        grammars=ToyGrammars(),
+    )
+    knobs = {"steps": 8, "block_length": 8}
+    allowed = tuple(random.Random(seed).sample(range(VOCAB - 1), 6))
+    key = engine.submit([1, 2, 3], 8, name, knobs, allowed_token_ids=allowed)
+    free = engine.submit([1, 2, 3], 8, name, knobs)
+    engine.run()
+    assert set(engine.results[key].tokens) <= set(allowed)
+    assert not set(engine.results[free].tokens) <= set(allowed)
+    for param, fields in (
+        ("constraint.regex", {"constraint": spec(1)}),
+        ("bad_words", {"bad_words": ((1, 2),)}),
+    ):
+        with pytest.raises(Unsupported, match="does not support") as caught:
+            engine.submit([1], 8, name, knobs, **fields)
         assert caught.value.param == param

@@ -77,17 +77,25 @@ class ToyGrammars:
 
 
 def reference(
-    model: ToyModel, prompt: Sequence[int], count: int, seed: int, block: int | None
+    model: ToyModel,
+    prompt: Sequence[int],
+    count: int,
+    seed: int,
+    block: int | None,
+    *,
+    shift: int = 0,
 ) -> list[int]:
     """Greedy tokens under an automaton, everything recomputed for each; `block` None: a causal
-    model that predicts the next position, else one that sees masks up to the block's end."""
+    model that predicts the next position, else one that sees masks up to the block's end and
+    predicts the position `shift` behind."""
     tokens, automaton, state = list(prompt), Automaton(seed), 0
     for _ in range(count):
         if block is None:
             logits = model.dense(tokens, 1)[-1]
         else:
             end = (len(tokens) // block + 1) * block
-            logits = model.dense(tokens + [MASK] * (end - len(tokens)), block)[len(tokens)]
+            logits = model.dense(tokens + [MASK] * (end - len(tokens)), block)
+            logits = logits[len(tokens) - shift]
         wanted = torch.full((VOCAB,), -torch.inf, dtype=torch.float64)
         allowed = automaton.allowed(state)
         wanted[allowed] = logits[allowed]

@@ -154,3 +154,23 @@ async def test_the_template_hears_of_everything(tmp_path: Path) -> None:
     assert list(memoryview(prompt).cast("I")) == expected
     assert counted.input_tokens == len(expected)
     assert "enable_thinking" in unread.variables
+
+
+FORCED = '[{"name": "g", "parameters": {"a": [1, "}"]}}]<|eos|>'
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_forced_call_is_a_block(tmp_path: Path, streams: bool) -> None:
+    """What the model says under the grammar that the engine is asked for."""
+    async with sdk(tmp_path) as (served, client):
+        any_tool = {"tools": TOOLS, "tool_choice": {"type": "any"}}
+        found = await ask(client, streams, FORCED, **any_tool)
+        assert shown(found) == [("tool_use", "g", CALLS[0])]
+        assert found.stop_reason == "tool_use"
+        assert '"[" call (", " call)* "]"' in served.engine.submits[-1].constraint.ebnf
+        one = {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "f"}}
+        found = await ask(client, streams, '{"a": "é\\n"}<|eos|>', **one)
+        assert shown(found) == [("tool_use", "f", CALLS[1])]
+        assert "start: %json" in served.engine.submits[-1].constraint.ebnf
+        await ask(client, streams, SAID, tools=TOOLS)
+        assert not served.engine.submits[-1].HasField("constraint")

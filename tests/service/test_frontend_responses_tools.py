@@ -14,7 +14,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from tests.service.frontends import stack
-from tests.service.test_frontend_messages_tools import CALLS, SAID, TEMPLATE
+from tests.service.test_frontend_messages_tools import CALLS, FORCED, SAID, TEMPLATE
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TOOLS = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in "fg"]
@@ -165,3 +165,15 @@ async def test_a_call_that_is_cut_off_keeps_what_came(tmp_path: Path) -> None:
         '{"a": [1, ',
     )
     assert more.status == "incomplete"
+
+
+async def test_a_forced_call_is_an_item(tmp_path: Path) -> None:
+    async with sdk(tmp_path) as (served, client):
+        wanted: Any = {"model": "fake", "input": FORCED, "tools": TOOLS}
+        found = await client.responses.create(**wanted, tool_choice="required")
+        assert shown(found) == [("function_call", "g", CALLS[0])]
+        assert '"[" call' in served.engine.submits[-1].constraint.ebnf
+        named = {"type": "function", "name": "f"}
+        wanted["input"] = '{"a": "é\\n"}<|eos|>'
+        found = await client.responses.create(**wanted, tool_choice=named)
+        assert shown(found) == [("function_call", "f", CALLS[1])]
