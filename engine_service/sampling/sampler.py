@@ -93,8 +93,8 @@ def _choose_by_head(
 def token_logprobs(batch: DecideBatch, token_ids: torch.Tensor) -> Scores | None:
     """Log-probabilities, ids and ranks at `token_ids` [N] and the likeliest ids; None if unwanted.
 
-    They are those of the raw logits (banned ids, and those that a row's mask lacks, at -inf), before
-    penalties and temperature.
+    They are those of the raw logits (banned ids, and those that a row's mask lacks, at -inf),
+    before penalties and temperature.
     """
     if batch.wants.max_logprobs is None:
         return None
