@@ -211,12 +211,12 @@ def test_control_a_first_canvas_without_its_pinned_tokens_is_seen() -> None:
 
 
 def test_control_later_blocks_without_their_pinned_tokens_are_seen() -> None:
-    with patch.object(scheduler, "pinned_from", lambda pinned, position: ()):
+    with patch.object(request, "pinned_from", lambda pinned, position: ()):
         assert num_wrong() > 0
 
 
 def test_control_a_row_that_comes_back_without_its_pinned_tokens_is_seen() -> None:
-    real, told = scheduler.pinned_from, set()
+    real, told = request.pinned_from, set()
 
     def once(pinned: Pinned, position: int) -> Pinned:
         if pinned in told:
@@ -224,7 +224,7 @@ def test_control_a_row_that_comes_back_without_its_pinned_tokens_is_seen() -> No
         told.add(pinned)
         return real(pinned, position)
 
-    with patch.object(scheduler, "pinned_from", once):
+    with patch.object(request, "pinned_from", once):
         assert num_wrong() == 0
         told.clear()
         assert num_wrong(preempts=0.5) > 0

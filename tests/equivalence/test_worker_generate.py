@@ -156,8 +156,8 @@ def test_a_wrong_page_makes_it_fail(models):
     tables = worker._runner._tables
     original = tables.apply
 
-    def apply(new_rows, page_appends):
-        original(new_rows, page_appends)
+    def apply(new_rows, page_appends, masks):
+        original(new_rows, page_appends, masks)
         if page_appends:
             tables.page_table[page_appends[0].row, 0] = tables.page_table[page_appends[0].row, 1]
 
