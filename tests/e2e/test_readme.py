@@ -48,7 +48,7 @@ def run(command: list[str], text: str, addresses: dict[str, str]) -> str:
 
 def test_the_blocks_are_found() -> None:
     assert len(PYTHON) == 3
-    assert len(SHELL) == 4
+    assert len(SHELL) == 5
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,8 @@ def test_programs(number: int, answer: str, addresses: dict[str, dict[str, str]]
         (0, "demo", "ruobrah"),
         (1, "demo", "37 38 39 40 41"),
         (2, "demo-block", "tide tide tide"),
-        (3, "demo-block", " 37 38 39 40"),
+        (3, "demo", r"{\"name\": \"tom\", \"age\": 31"),
+        (4, "demo-block", " 37 38 39 40"),
     ],
 )
 def test_commands(
