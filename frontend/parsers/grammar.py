@@ -8,6 +8,7 @@ does what it writes.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import ClassVar, TypeAlias, TypeVar
 
@@ -50,7 +51,7 @@ class Markers:
         return len(text), ""
 
 
-class GrammarParser:
+class GrammarParser(ABC):
     """An output parser whose format is the generator `_read`."""
 
     needs_special_tokens: ClassVar[bool] = False
@@ -82,9 +83,9 @@ class GrammarParser:
         self._out.flush()
         return self._out.take()
 
+    @abstractmethod
     def _read(self) -> Steps[None]:
         """The format: reads to the end of the text."""
-        raise NotImplementedError
 
     # Reading. Everything below waits for as much text as it takes to know.
 

@@ -51,7 +51,7 @@ HTTP: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "stop of a wrong type": ({"stop": 5}, 400, "stop", "valid string.*got 5"),
     "logprobs 99": ({"logprobs": 99}, 400, "logprobs", r"logprobs is 99; it must lie in 0\.\.20"),
     "logit_bias": ({"logit_bias": {"999": 1}}, 400, "logit_bias", "token id 999;.* in"),
-    "unserved": ({"length_penalty": 2}, 400, "length_penalty", "is not served.*leave it out"),
+    "unserved": ({"typical_p": 0.5}, 400, "typical_p", "is not served.*leave it out"),
     "bad_words": ({"bad_words": [""]}, 400, "bad_words", "0 characters; it must have 1 to"),
     "allowed ids": ({"allowed_token_ids": [999]}, 400, "allowed_token_ids", "token id 999;.* in"),
     "no schema": ({"guided_json": {"type": "x"}}, 400, "guided_json", "not compile: Invalid type"),

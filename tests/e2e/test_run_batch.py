@@ -155,7 +155,7 @@ def test_a_mixed_file(stack: Stack, tmp_path: Path) -> None:
         asked("refused", "", body={"prompt": "a", "max_tokens": -1}),
         asked("completion", "a"),
         asked("streamed", "", body={"prompt": "a", "stream": True}),
-        asked("wrong url", "a", url="/v1/embeddings"),
+        asked("wrong url", "a", url="/v1/audio/speech"),
         asked("wrong method", "a", method="GET"),
     )
     status, run = completed(tmp_path, stack.url, "--concurrency=3")
