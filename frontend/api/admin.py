@@ -7,7 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from frontend.api.http import JsonResponse, documented, read_body
+from frontend.api.document import documented
+from frontend.api.http import JsonResponse, read_body
 from frontend.api.openai_request import parse, to_messages
 from frontend.api.openai_schema import DetokenizeBody, TokenizeBody
 from frontend.desk import FrontDesk

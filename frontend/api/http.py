@@ -14,7 +14,6 @@ from collections.abc import Coroutine
 from typing import Any, ClassVar, TypeVar
 
 import orjson
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -152,12 +151,6 @@ def to_service_error(failure: Exception, request: Request) -> ServiceError:
         return NotFound(f"there is no route {request.method} {request.url.path}")
     _LOG.error("a request failed", exc_info=failure)
     return InternalError(f"internal error: {type(failure).__name__}: {failure}")
-
-
-def documented(body: type[BaseModel]) -> dict[str, Any]:
-    """The body for /docs; the routes parse it themselves, to bound its size and word its errors."""
-    schema = body.model_json_schema()
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

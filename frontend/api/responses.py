@@ -9,7 +9,8 @@ import orjson
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from frontend.api.http import JsonResponse, documented, read_body, to_service_error, unless_gone
+from frontend.api.document import documented
+from frontend.api.http import JsonResponse, read_body, to_service_error, unless_gone
 from frontend.api.openai_request import parse
 from frontend.api.responses_object import Draft
 from frontend.api.responses_request import check_combination, to_request

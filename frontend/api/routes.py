@@ -8,12 +8,12 @@ from starlette.responses import Response
 
 from frontend.api import chat, completions
 from frontend.api.admin import admin_routes
+from frontend.api.document import DocumentedApp, documented
 from frontend.api.embeddings import embeddings_routes
 from frontend.api.health import health_routes
 from frontend.api.http import (
     IngressMiddleware,
     JsonResponse,
-    documented,
     error_response,
     read_body,
     to_service_error,
@@ -34,7 +34,7 @@ from tidemill.runtime.errors import ServiceError
 
 def build_http(desk: FrontDesk) -> FastAPI:
     """The ASGI application that serves `desk`."""
-    app = FastAPI(title="Tidemill", version=__version__)
+    app = DocumentedApp(title="Tidemill", version=__version__)
     app.include_router(admin_routes(desk))
     app.include_router(embeddings_routes(desk))
     app.include_router(health_routes(desk))

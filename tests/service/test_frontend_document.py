@@ -1,0 +1,69 @@
+"""The OpenAPI document is whole: references find their parts, and bodies that are served fit it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.service.frontends import stack
+
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI, "tools": [TOOL], "stream_options": None},
+    "/v1/completions": {"prompt": "a", "decoding": {"method": "x"}},
+    "/v1/messages": {"model": "fake", "max_tokens": 3, "messages": HI},
+    "/v1/responses": {"input": [{"role": "user", "content": "hi"}]},
+    "/v1/rerank": {"query": "a", "documents": ["b", {"text": "c"}]},
+    "/v1/embeddings": {"input": ["a", "b"], "encoding_format": "base64"},
+}
+
+
+def references(part: Any) -> set[str]:
+    if isinstance(part, list):
+        return set().union(*map(references, part))
+    if not isinstance(part, dict):
+        return set()
+    own = {part["$ref"]} if isinstance(part.get("$ref"), str) else set()
+    return own.union(*map(references, part.values()))
+
+
+def find(document: Any, reference: str) -> Any:
+    assert reference.startswith("#/"), reference
+    for name in reference[2:].split("/"):
+        document = document[name]
+    return document
+
+
+def body_of(document: Any, path: str) -> Any:
+    content = document["paths"][path]["post"]["requestBody"]["content"]
+    return {**content["application/json"]["schema"], "components": document["components"]}
+
+
+@pytest.fixture
+async def document(tmp_path: Path) -> Any:
+    async with stack(tmp_path) as served, served.http() as client:
+        await client.get("/openapi.json")
+        return json.loads((await client.get("/openapi.json")).text)
+
+
+async def test_every_reference_is_found(document: Any) -> None:
+    found = references(document)
+    assert any(name.endswith("ChatBody.ToolBody") for name in found)
+    for reference in found:
+        assert find(document, reference)
+    assert "$defs" not in json.dumps(document)
+    with pytest.raises(KeyError):
+        find(document, "#/components/schemas/ToolBody")
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_bodies_that_are_served_fit_the_document(document: Any, path: str) -> None:
+    schema = body_of(document, path)
+    jsonschema.validate(BODIES[path], schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**BODIES[path], "model": 3}, schema)
