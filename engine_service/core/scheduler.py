@@ -206,8 +206,7 @@ class Scheduler:
     def _append(self, request: Request, span: Span, run: list[int]) -> bool:
         """Commits a run where nothing else can be due; else does nothing and returns False.
 
-        Most tokens take this way; asking the strategy, looking for ends and sealing took twice
-        as long (0.48 instead of 0.25 ms a step at 256 rows).
+        Rows on their way into the convoy take this way, and those it let go with nothing due yet.
         """
         committed = request.committed
         is_smooth = len(committed) + len(run) < request.smooth_until
