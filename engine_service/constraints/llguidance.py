@@ -17,6 +17,7 @@ import numpy as np
 
 from engine_service.core.params import ConstraintSpec
 from tidemill.runtime.errors import InvalidRequest, Unsupported
+from tidemill.sentencepiece import MODEL_FILE, tokenizer_json
 
 try:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer, StructTag, grammar_from
@@ -64,7 +65,8 @@ class LlGrammars:
     """core.constraint.Grammars."""
 
     def __init__(self, folder: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`folder` is to hold tokenizer.json, whose ids end before `vocab_size`.
+        """`folder` is to hold tokenizer.json or tokenizer.model, whose ids end before
+        `vocab_size`.
 
         It is read here and not with the first grammar: where the vocabulary is large that takes
         more than a second, in which the library lets no other thread run.
@@ -128,9 +130,13 @@ def _read_tokenizer(folder: str, vocab_size: int, eos_token_ids: list[int]) -> L
     if not _IS_INSTALLED:
         raise Unsupported("llguidance is not installed: pip install 'tidemill[engine]'")
     path = Path(folder, "tokenizer.json")
-    if not folder or not path.is_file():
+    if folder and path.is_file():
+        text = path.read_text()
+    elif folder and Path(folder, MODEL_FILE).is_file():
+        text = tokenizer_json(Path(folder))
+    else:
         raise Unsupported("there is no tokenizer.json: start the engine with --tokenizer FOLDER")
-    return LLTokenizer(path.read_text(), n_vocab=vocab_size, eos_token=eos_token_ids or None)
+    return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids or None)
 
 
 def _grammar(spec: ConstraintSpec, tokenizer: LLTokenizer) -> str:
