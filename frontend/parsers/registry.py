@@ -14,9 +14,13 @@ from frontend.parsers.grammar import GrammarParser
 from frontend.parsers.reasoning.granite import GraniteParser
 from frontend.parsers.reasoning.think import BracketThinkParser, ThinkTagsParser
 from frontend.parsers.tools.deepseek import DeepSeekParser
+from frontend.parsers.tools.deepseek_v32 import DeepSeekV32Parser
+from frontend.parsers.tools.glm import GlmParser
 from frontend.parsers.tools.harmony import HarmonyParser
 from frontend.parsers.tools.hermes import HermesParser
+from frontend.parsers.tools.kimi_k2 import KimiK2Parser
 from frontend.parsers.tools.llama3_json import Llama3JsonParser
+from frontend.parsers.tools.minimax_m2 import MiniMaxM2Parser
 from frontend.parsers.tools.mistral import MistralParser
 from frontend.parsers.tools.pythonic import PythonicParser
 from frontend.parsers.tools.qwen3_coder import Qwen3CoderParser
@@ -38,6 +42,13 @@ TOOL_PARSERS: Mapping[str, type[GrammarParser]] = MappingProxyType(
         "deepseekv3": DeepSeekParser,
         "deepseek_v31": DeepSeekParser,
         "deepseekv31": DeepSeekParser,
+        "deepseek_v32": DeepSeekV32Parser,
+        "deepseekv32": DeepSeekV32Parser,
+        "glm45": GlmParser,
+        "glm47": GlmParser,
+        "kimi_k2": KimiK2Parser,
+        "minimax_m2": MiniMaxM2Parser,
+        "minimax-m2": MiniMaxM2Parser,
         "openai": HarmonyParser,
         "gpt-oss": HarmonyParser,
         "pythonic": PythonicParser,
@@ -77,16 +88,19 @@ REASONING_PARSERS: Mapping[str, ReasoningStyle] = MappingProxyType(
 
 _TOOL_SIGNS = (
     ("<|channel|>", "openai"),
+    ("｜DSML｜", "deepseek_v32"),  # noqa: RUF001
     ("<｜tool▁call▁begin｜>", "deepseek_v3"),  # noqa: RUF001
+    ("<|tool_call_begin|>", "kimi_k2"),
+    ("<minimax:tool_call>", "minimax_m2"),
     ("[TOOL_CALLS]", "mistral"),
     ("<function=", "qwen3_coder"),
-    ("<arg_key>", NONE),
+    ("<arg_key>", "glm45"),
     ("<tool_call>", "hermes"),
     ("[func_name1(", "pythonic"),
     ('"parameters": dictionary of argument name', "llama3_json"),
     ("<|python_tag|>", "llama3_json"),
 )
-"""What a template says of calls, the first sign counts. GLM's calls (<arg_key>) are not read."""
+"""What a template says of calls, the first sign counts."""
 _REASONING_SIGNS = (
     ("<|channel|>", "openai_gptoss"),
     ("[THINK]", "mistral"),
