@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from frontend.parsers.base import Content, Event, OutputParser, ToolSpec
+from frontend.parsers.base import Content, Event, OutputParser, Span, ToolSpec
 from frontend.parsers.grammar import GrammarParser
 from frontend.parsers.reasoning.granite import GraniteParser
 from frontend.parsers.reasoning.think import BracketThinkParser, ThinkTagsParser
@@ -25,6 +25,7 @@ from frontend.parsers.tools.mistral import MistralParser
 from frontend.parsers.tools.pythonic import PythonicParser
 from frontend.parsers.tools.qwen3_coder import Qwen3CoderParser
 from tidemill.runtime.errors import FailedPrecondition
+from tidemill.structured import Reasoning
 
 AUTO, NONE = "auto", "none"
 
@@ -63,6 +64,13 @@ class ReasoningStyle:
 
     parser: type[GrammarParser]
     begins_inside: bool = False
+
+    def is_inside(self, prompt: str) -> bool:
+        """Whether an output behind `prompt` begins inside of the reasoning."""
+        shown = None
+        if issubclass(self.parser, ThinkTagsParser):
+            shown = self.parser.begins_inside(prompt)
+        return self.begins_inside if shown is None else shown
 
 
 _THINK = ReasoningStyle(ThinkTagsParser)
@@ -131,17 +139,28 @@ class OutputFormat:
             return None if reads_calls is None else reads_calls(tools)
         first: GrammarParser
         if issubclass(style.parser, ThinkTagsParser):
-            shown = style.parser.begins_inside(prompt)
-            first = style.parser(is_inside=style.begins_inside if shown is None else shown)
+            first = style.parser(is_inside=style.is_inside(prompt))
         else:
             first = style.parser(tools)
-        return first if reads_calls is None else _InTurn(first, reads_calls(tools))
+        return first if reads_calls is None else InTurn(first, reads_calls(tools))
+
+    def reasoning_behind(self, prompt: str) -> Reasoning | None:
+        """What may stand between `prompt` (its end will do) and an answer that follows a grammar;
+        None where nothing may, or where tags do not tell."""
+        style = self.reasoning
+        if style is None or not issubclass(style.parser, ThinkTagsParser):
+            return None
+        if style.parser.begins_inside(prompt) is False:
+            return None
+        start = "" if style.is_inside(prompt) else style.parser.start
+        return Reasoning(start, style.parser.end)
 
 
-class _InTurn:
+class InTurn:
     """Calls are looked for in what the reasoning's parser leaves as content."""
 
     def __init__(self, first: OutputParser, second: OutputParser) -> None:
+        """`first` reads the output, `second` what it says is content."""
         self._first = first
         self._second = second
 
@@ -152,6 +171,11 @@ class _InTurn:
     def finish(self) -> list[Event]:
         """See OutputParser."""
         return [*self._pass_on(self._first.finish()), *self._second.finish()]
+
+    @property
+    def reasoned(self) -> Sequence[Span]:
+        """See OutputParser."""
+        return self._first.reasoned
 
     def _pass_on(self, events: list[Event]) -> list[Event]:
         passed: list[Event] = []

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine_service.constraints.llguidance import LlGrammars
 from engine_service.core.params import ConstraintSpec
+from tests.unit.byte_grammars import accepts, byte_grammars
 from tests.unit.json_schema_suite import canonical, groups
 from tidemill.runtime.errors import InvalidRequest
 
-EOS = 256
 LEAST, LEAST_FORMATS = 0.98, 0.92
 """Formats are regular expressions: which minutes have a leap second, or that quotes may stand in an
 e-mail address, is not told by them."""
@@ -47,32 +46,7 @@ class Measured(NamedTuple):
 
 @pytest.fixture(scope="module")
 def grammars(tmp_path_factory: pytest.TempPathFactory) -> LlGrammars:
-    """Over a vocabulary in which token i is byte i. Without merges, because where a
-    grammar leaves no choice only the tokenizer's own way to write the text is allowed."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    rest = [byte for byte in range(256) if byte not in printable]
-    names = [chr(b) if b in printable else chr(256 + rest.index(b)) for b in range(256)]
-    raw = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    raw.decoder = decoders.ByteLevel()
-    raw.add_special_tokens(["<|eos|>"])
-    folder = tmp_path_factory.mktemp("bytes")
-    raw.save(str(folder / "tokenizer.json"))
-    return LlGrammars(str(folder), vocab_size=EOS + 1, eos_token_ids=[EOS])
-
-
-def accepts(grammars: LlGrammars, spec: ConstraintSpec, text: str) -> bool:
-    """Whether an answer of exactly this text may be given: every byte of it is in the mask where it
-    comes, and the end behind the last one."""
-    matcher = grammars.open(spec)
-    for token in (*text.encode(), EOS):
-        if matcher.is_complete:
-            return token == EOS
-        (mask,) = grammars.masks([matcher])
-        if matcher.failure or not mask[token >> 3] >> (token & 7) & 1:
-            return False
-        matcher.accept(token)
-    return matcher.is_complete
+    return byte_grammars(tmp_path_factory.mktemp("bytes"))
 
 
 def measure(grammars: LlGrammars, *, schema: Any = None) -> Measured:
