@@ -26,6 +26,7 @@ from typing import Any
 
 import grpc
 
+from tidemill.asked import Params
 from tidemill.conversation import Conversation, Fields
 from tidemill.exchange import (
     CallOptions,
@@ -77,7 +78,7 @@ class Client(PoolCalls):
     def generate(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> Completion:
         """Completes a text or token ids. Raises ServiceError."""
@@ -87,7 +88,7 @@ class Client(PoolCalls):
     def generate_stream(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> Iterator[Delta]:
         """The same in pieces; leaving the loop early stops the engine."""
@@ -97,7 +98,7 @@ class Client(PoolCalls):
     def chat(
         self,
         messages: Conversation,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> Completion:
         """Answers a conversation, with text, or calls of `options.tools`. Raises ServiceError."""
@@ -107,7 +108,7 @@ class Client(PoolCalls):
     def chat_stream(
         self,
         messages: Conversation,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> Iterator[Delta]:
         """The same in pieces; leaving the loop early stops the engine."""
@@ -196,7 +197,7 @@ class AsyncClient(AsyncPoolCalls):
     async def generate(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> Completion:
         """Completes a text or token ids. Raises ServiceError."""
@@ -206,7 +207,7 @@ class AsyncClient(AsyncPoolCalls):
     def generate_stream(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> AsyncIterator[Delta]:
         """The same in pieces; leaving the loop early stops the engine."""
@@ -216,7 +217,7 @@ class AsyncClient(AsyncPoolCalls):
     async def chat(
         self,
         messages: Conversation,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> Completion:
         """Answers a conversation, with text, or calls of `options.tools`. Raises ServiceError."""
@@ -226,7 +227,7 @@ class AsyncClient(AsyncPoolCalls):
     def chat_stream(
         self,
         messages: Conversation,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> AsyncIterator[Delta]:
         """The same in pieces; leaving the loop early stops the engine."""
