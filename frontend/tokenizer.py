@@ -22,6 +22,7 @@ from frontend.detokenizer import (
     WindowDetokenizer,
 )
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
+from tidemill.sentencepiece import MODEL_FILE, tokenizer_json
 
 Result = TypeVar("Result")
 
@@ -74,7 +75,8 @@ class EncodePool:
 
 
 class TextTokenizer:
-    """A tokenizer folder: tokenizer.json, and what tokenizer_config.json says about templates.
+    """A tokenizer folder: tokenizer.json, or a SentencePiece model in its place, and what
+    tokenizer_config.json says about templates.
 
     `template_variables` are the special tokens by name, `chat_template` the template's text or
     None. Raises FailedPrecondition, saying what to do, when the folder cannot be used.
@@ -230,15 +232,18 @@ def _byte_alphabet() -> dict[str, int]:
 
 def _load(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
+    converted = None
     if not path.is_file():
-        raise FailedPrecondition(
-            f"no tokenizer.json in {folder}: put one there (transformers: "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(folder)) or name another folder "
-            "with --tokenizer",
-            reason="TOKENIZER_MISSING",
-        )
+        if not (folder / MODEL_FILE).is_file():
+            raise FailedPrecondition(
+                f"no tokenizer.json in {folder}: put one there (transformers: "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(folder)) or name another "
+                "folder with --tokenizer",
+                reason="TOKENIZER_MISSING",
+            )
+        converted = tokenizer_json(folder)
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(converted or path.read_text("utf-8"))
     except Exception as failure:  # the library raises bare Exception for a broken file
         raise FailedPrecondition(
             f"{path} is not a tokenizer: {failure}", reason="TOKENIZER_BROKEN"

@@ -27,6 +27,7 @@ from typing import Any
 
 import grpc
 
+from tidemill.asked import Params
 from tidemill.conversation import Conversation, Fields
 from tidemill.exchange import (
     CallOptions,
@@ -81,7 +82,7 @@ class Client(PoolCalls):
     def generate(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> Completion:
         """Completes a text or token ids. Raises ServiceError."""
@@ -91,7 +92,7 @@ class Client(PoolCalls):
     def generate_stream(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> Iterator[Delta]:
         """The same in pieces; leaving the loop early stops the engine."""
@@ -101,7 +102,7 @@ class Client(PoolCalls):
     def chat(
         self,
         messages: Conversation,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> Completion:
         """Answers a conversation, with text, or calls of `options.tools`. Raises ServiceError."""
@@ -111,7 +112,7 @@ class Client(PoolCalls):
     def chat_stream(
         self,
         messages: Conversation,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> Iterator[Delta]:
         """The same in pieces; leaving the loop early stops the engine."""
@@ -190,7 +191,7 @@ class AsyncClient(AsyncPoolCalls):
     async def generate(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> Completion:
         """Completes a text or token ids. Raises ServiceError."""
@@ -200,7 +201,7 @@ class AsyncClient(AsyncPoolCalls):
     def generate_stream(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> AsyncIterator[Delta]:
         """The same in pieces; leaving the loop early stops the engine."""
@@ -210,7 +211,7 @@ class AsyncClient(AsyncPoolCalls):
     async def chat(
         self,
         messages: Conversation,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> Completion:
         """Answers a conversation, with text, or calls of `options.tools`. Raises ServiceError."""
@@ -220,7 +221,7 @@ class AsyncClient(AsyncPoolCalls):
     def chat_stream(
         self,
         messages: Conversation,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> AsyncIterator[Delta]:
         """The same in pieces; leaving the loop early stops the engine."""

@@ -27,7 +27,7 @@ STUB_IMPORTERS = (
 
 OPTIONAL_WHEELS = {
     "flash_attn", "flash_attn_interface", "grpc_reflection", "huggingface_hub", "opentelemetry",
-    "tqdm", "transformers",
+    "sentencepiece", "tqdm", "transformers",
 }  # fmt: skip
 """What only some installations have, or only some runs need."""
 
