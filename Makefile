@@ -7,8 +7,12 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 STAMP := $(VENV)/.stamp-$(notdir $(LOCK))
 PYTEST := $(PY) -m pytest -q --durations=8
+CLIENTS := tests/conformance/clients
+ENVIRONMENTS := $(patsubst $(CLIENTS)/%/requirements.txt,.clients/%/.stamp,$(wildcard $(CLIENTS)/*/requirements.txt)) \
+  $(patsubst %/package-lock.json,%/node_modules/.stamp,$(wildcard $(CLIENTS)/*/package-lock.json examples/*/package-lock.json)) \
+  build/grpc_cpp/chat
 
-.PHONY: help setup proto fmt check test test-slow test-gpu serve bench docs lock
+.PHONY: help setup proto fmt check test test-conformance environments test-slow test-gpu serve bench docs lock
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
 
@@ -37,7 +41,24 @@ check: setup ## style, types and the rules of the house
 	$(PYTEST) tests/arch
 
 test: check ## check, then every test that is neither slow nor needs a GPU
-	$(PYTEST) -n 2 -m "not slow and not gpu" --ignore=tests/arch tests
+	$(PYTEST) -n 2 -m "not slow and not gpu and not conformance" --ignore=tests/arch tests
+
+test-conformance: setup ## real client libraries, each in an environment of its own, and all examples
+	@$(MAKE) -j2 --no-print-directory environments
+	$(PYTEST) -n 2 -m conformance tests/conformance
+
+environments: $(ENVIRONMENTS)
+.clients/%/.stamp: $(CLIENTS)/%/requirements.txt
+	$(PYTHON) -m venv --clear --without-pip $(@D)
+	$(PY) -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --no-compile -r $<
+	@touch $@
+%/node_modules/.stamp: %/package-lock.json
+	npm ci --prefix $* --silent --ignore-scripts
+	@touch $@
+build/grpc_cpp/chat: $(wildcard examples/grpc_cpp/* proto/tidemill/v1/*)
+	cmake -S examples/grpc_cpp -B build/grpc_cpp >/dev/null
+	cmake --build build/grpc_cpp --parallel 2 >/dev/null
+	@touch $@
 
 test-slow: setup ## soaks, the promised figures and the wheel, one test after the other
 	$(PYTEST) -m "slow and not gpu" --timeout=600 tests

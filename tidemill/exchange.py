@@ -38,6 +38,8 @@ class CallOptions:
     """Named in logs; default: the server's choice."""
     priority: int = 0
     """Higher runs sooner."""
+    fairness_key: str = ""
+    """Requests of one key share a turn, so that no key can starve the others."""
     cache_salt: str = ""
     """Prompts with different salts never share cached pages."""
     return_token_ids: bool = False
@@ -56,7 +58,7 @@ class CallOptions:
     parallel_tool_calls: bool = True
     """False: only the first call of an answer is told (chat only)."""
     traceparent: str = ""
-    """W3C trace context of the caller."""
+    """W3C trace context of the caller; default: OpenTelemetry's current span, if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +193,7 @@ def metadata_of(options: CallOptions | None) -> tuple[tuple[str, str], ...]:
     pairs = (
         ("x-request-id", given.request_id),
         ("x-priority", str(given.priority) if given.priority else ""),
+        ("x-fairness-key", given.fairness_key),
         ("traceparent", given.traceparent),
     )
     return tuple((name, value) for name, value in pairs if value)

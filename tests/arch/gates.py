@@ -57,7 +57,7 @@ def trees(root: Path, *tops: str) -> Iterator[tuple[str, ast.Module]]:
 
 def long_files(root: Path) -> list[str]:
     found = []
-    for name, text in sources(root, *PACKAGES, "tests", "benchmarks", "docs"):
+    for name, text in sources(root, *PACKAGES, "tests", "benchmarks", "docs", "examples"):
         kernel = name.startswith("engine_service/kernels/")
         limit = KERNEL_LINES if kernel else TEST_LINES if name.startswith("tests/") else FILE_LINES
         if (lines := text.count("\n")) > limit:
@@ -67,7 +67,7 @@ def long_files(root: Path) -> list[str]:
 
 def long_functions(root: Path) -> list[str]:
     found = []
-    for name, tree in trees(root, *PACKAGES, "benchmarks", "docs"):
+    for name, tree in trees(root, *PACKAGES, "benchmarks", "docs", "examples"):
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno + 1
@@ -190,7 +190,7 @@ def loose_ends(root: Path) -> list[str]:
     """Marks of unfinished work, and statements that give a module a changing state."""
     word = re.compile(r"#.*\b(TO[D]O|FIX[M]E|XX[X]|HAC[K])\b")
     found = []
-    for name, text in sources(root, *PACKAGES, "tests", "benchmarks", "docs"):
+    for name, text in sources(root, *PACKAGES, "tests", "benchmarks", "docs", "examples"):
         lines = enumerate(text.splitlines(), 1)
         found += [f"{name}:{number} {line.strip()}" for number, line in lines if word.search(line)]
     for name, tree in trees(root):
