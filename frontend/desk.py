@@ -22,6 +22,7 @@ from frontend.messages import EngineFacts
 from frontend.metrics import Metrics
 from frontend.pooling import PoolWalk
 from frontend.request import Chat, Ingress, TextRequest
+from frontend.roles import as_known
 from frontend.served import ServedModel, load_model
 from frontend.shelf import new_replica
 from frontend.tokenizer import EncodePool
@@ -129,7 +130,8 @@ class FrontDesk:
             text = prompt
         else:
             with around("apply_chat_template"):
-                text = await self.pool.run(model.template.render, prompt, size=prompt.size)
+                chat = as_known(prompt, model.template.source)
+                text = await self.pool.run(model.template.render, chat, size=chat.size)
         if check is not None:
             check(model.tokenizer.least_tokens(text))
         if add_special_tokens is None:
