@@ -60,7 +60,7 @@ environments: $(ENVIRONMENTS)
 build/grpc_cpp/chat: $(wildcard examples/grpc_cpp/* proto/tidemill/v1/*)
 	@echo "building $@ ..."
 	@cmake -S examples/grpc_cpp -B $(@D) >/dev/null
-	@cmake --build $(@D) >/dev/null
+	@MAKEFLAGS= cmake --build $(@D) >/dev/null
 	@touch $@
 
 test-slow: setup ## soaks, the promised figures and the wheel, one test after the other
