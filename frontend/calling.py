@@ -20,6 +20,9 @@ from tidemill.structured import Constraint
 _SPACE = {"whitespace_pattern": r" |\r?\n[ \t]{0,24}"}
 """llguidance's option for what may stand between the tokens of JSON: no answer of nothing else."""
 
+_OF_TEXT = frozenset(("response_format", "text.format", "output_config.format", "output_format"))
+"""Fields that say how an answer's text is written: a forced call has none, so they go together."""
+
 
 def with_calls(request: TextRequest, form: OutputFormat) -> TextRequest:
     """The request with the grammar of the calls that its chat asks for.
@@ -35,7 +38,7 @@ def with_calls(request: TextRequest, form: OutputFormat) -> TextRequest:
     if not found:
         return request
     other = request.options.constraint
-    if other is not None:
+    if other is not None and not (found[0].param == "tool_choice" and other.param in _OF_TEXT):
         raise InvalidRequest(
             f"{found[0].param} makes the answer a call, and {other.param} something else; leave "
             "out one of them",

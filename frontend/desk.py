@@ -23,6 +23,7 @@ from frontend.messages import EngineFacts
 from frontend.metrics import Metrics
 from frontend.pooling import PoolWalk
 from frontend.request import Chat, Ingress, TextRequest
+from frontend.roles import as_known
 from frontend.served import ServedModel, load_model
 from frontend.shelf import new_replica
 from frontend.template_pool import TemplatePool
@@ -132,7 +133,7 @@ class FrontDesk:
         else:
             with around("apply_chat_template"):
                 assert self._templates is not None, "a model without its template"
-                text = await self._templates.render(prompt)
+                text = await self._templates.render(as_known(prompt, model.template.source))
         if check is not None:
             check(model.tokenizer.least_tokens(text))
         if add_special_tokens is None:
