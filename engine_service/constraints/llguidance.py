@@ -170,8 +170,8 @@ def _of_choices(text: str) -> str:
 
 
 def _of_tags(text: str, tokenizer: LLTokenizer) -> str:
-    """{"structures": [{"begin", "schema", "end"}], "triggers": [...]}: free text in which whatever
-    begins with a trigger is one of the structures."""
+    """{"structures": [{"begin", "schema" or "lark", "end"}], "triggers": [...]}: free text in which
+    whatever begins with a trigger is one of the structures."""
     given = json.loads(text)
     triggers = given["triggers"]
     tags = []
@@ -180,8 +180,8 @@ def _of_tags(text: str, tokenizer: LLTokenizer) -> str:
         trigger = next((t for t in triggers if t and begin.startswith(t)), None)
         if trigger is None:
             raise ValueError(f"no trigger begins {begin!r}; name one in triggers")
-        schema = {"x-guidance": _SPACE, **one["schema"]}
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=one["end"]))
+        inner = one.get("lark") or {"x-guidance": _SPACE, **one["schema"]}
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=inner, end=one["end"]))
     if not tags:
         raise ValueError("structures is empty")
     specials = [_is_special(trigger, tokenizer) for trigger in triggers]
