@@ -49,15 +49,18 @@ test-conformance: setup ## real client libraries, each in an environment of its 
 
 environments: $(ENVIRONMENTS)
 .clients/%/.stamp: $(CLIENTS)/%/requirements.txt
-	$(PYTHON) -m venv --clear --without-pip $(@D)
-	$(PY) -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --no-compile -r $<
+	@echo "installing $< into $(@D) ..."
+	@$(PYTHON) -m venv --clear --without-pip $(@D)
+	@$(PY) -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --no-compile -r $<
 	@touch $@
 %/node_modules/.stamp: %/package-lock.json
-	npm ci --prefix $* --silent --ignore-scripts
+	@echo "installing $< into $(@D) ..."
+	@npm ci --prefix $* --silent --ignore-scripts
 	@touch $@
 build/grpc_cpp/chat: $(wildcard examples/grpc_cpp/* proto/tidemill/v1/*)
-	cmake -S examples/grpc_cpp -B build/grpc_cpp >/dev/null
-	cmake --build build/grpc_cpp --parallel 2 >/dev/null
+	@echo "building $@ ..."
+	@cmake -S examples/grpc_cpp -B $(@D) >/dev/null
+	@MAKEFLAGS= cmake --build $(@D) >/dev/null
 	@touch $@
 
 test-slow: setup ## soaks, the promised figures and the wheel, one test after the other

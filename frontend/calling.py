@@ -17,6 +17,9 @@ from frontend.strict_calls import TRIGGER, schema_of, structure_of
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.structured import Constraint
 
+_OF_TEXT = frozenset(("response_format", "text.format", "output_config.format", "output_format"))
+"""Fields that say how an answer's text is written: a forced call has none, so they go together."""
+
 
 def with_calls(request: TextRequest, form: OutputFormat) -> TextRequest:
     """The request with the grammar of the calls that its chat asks for.
@@ -32,7 +35,7 @@ def with_calls(request: TextRequest, form: OutputFormat) -> TextRequest:
     if not found:
         return request
     other = request.options.constraint
-    if other is not None:
+    if other is not None and not (found[0].param == "tool_choice" and other.param in _OF_TEXT):
         raise InvalidRequest(
             f"{found[0].param} makes the answer a call, and {other.param} something else; leave "
             "out one of them",

@@ -49,6 +49,7 @@ class Generation:
         self._ingress = ingress
         self._call: Call | BeamCall | None = None
         self._suffix_ids: list[int] = []
+        self._is_whole = False
         self._span = ingress.span
         self.model: ServedModel = desk.model_for(request.options.model)
         self._request = with_markers(request, self.model.output)
@@ -120,7 +121,7 @@ class Generation:
                     self._check_deadline(delta.finish.reason)
                 elif choice.matched is not None and not was_matched:
                     self._stop_engine(choice)
-                if delta.token_ids:
+                if delta.token_ids and not self._is_whole:
                     self._seen.delivered(delta.index)
                 if shown is not None:
                     news.append(shown)
@@ -130,6 +131,10 @@ class Generation:
     async def collect(self) -> list[ChoiceResult]:
         """The choices to be returned, finished, in the order of their index: all of them, or with
         best_of the likeliest of each prompt, best first."""
+        if isinstance(self._call, Call) and not self._request.options.stop:
+            # Nothing is told before the end, nor said to the engine: one look is enough.
+            self._is_whole = True
+            self._call.wait_for_all(self._seen.delivered)
         results = [ChoiceResult(choice.index) for choice in self.choices]
         async for news in self.deltas():
             for delta in news:
@@ -207,12 +212,15 @@ class Generation:
         return search(self._open, sequences, options, self.model.facts)
 
     def _open(self, sequences: list[Sequence]) -> Call:
-        return self._desk.engine.open(
+        call = self._desk.engine.open(
             self._ingress.request_id,
             sequences,
             timeout_ms=self._remaining_ms(),
             trace=self._span.context,
         )
+        if self._is_whole:
+            call.wait_for_all(self._seen.delivered)
+        return call
 
     def _remaining_ms(self) -> int | None:
         """At least 1, so that it is the engine that counts and answers a passed deadline."""

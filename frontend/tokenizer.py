@@ -1,17 +1,15 @@
 """Text to token ids and back, for one model.
 
-It does not know requests; encoding blocks and belongs on a thread (see EncodePool).
+It does not know requests; encoding blocks and belongs on a thread (see encode_pool).
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 
@@ -24,20 +22,12 @@ from frontend.detokenizer import (
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 from tidemill.sentencepiece import MODEL_FILE, tokenizer_json
 
-Result = TypeVar("Result")
-
 
 class Piece(NamedTuple):
     """One token on its own: what it reads as, and its bytes (half characters stay bytes)."""
 
     text: str
     content: bytes
-
-
-_SHORT_CHARS = 2000
-"""Texts up to this length are encoded in place, in at most 0.5 ms: a busy event loop makes a
-thread wait 5 ms for the interpreter lock, several times (256 streams opened at once on two cores:
-3.0 s to the last first token through threads, 0.5 s in place)."""
 
 
 class Vocabulary(Protocol):
@@ -48,30 +38,6 @@ class Vocabulary(Protocol):
     ) -> Detokenizer: ...
 
     def piece(self, token_id: int) -> Piece: ...
-
-
-class EncodePool:
-    """Threads on which long prompts are rendered and encoded, so that streams go on meanwhile.
-
-    The library releases the interpreter lock while it encodes, so two threads keep two cores
-    busy; more would only take time from the event loop.
-    """
-
-    def __init__(self, num_threads: int = 2) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="encode")
-
-    async def run(
-        self, work: Callable[..., Result], *args: Any, size: int | None = None, **kwargs: Any
-    ) -> Result:
-        """The result of `work`; `size` is the length of its text, None keeps it off the loop."""
-        if size is not None and size <= _SHORT_CHARS:
-            return work(*args, **kwargs)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
-
-    def close(self) -> None:
-        """Drops what has not begun; idempotent."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class TextTokenizer:

@@ -136,7 +136,11 @@ def context_exceeded(
         f"Please reduce the length of {advice}.",
         reason="CONTEXT_LENGTH_EXCEEDED",
         param=param,
-        facts={"n_prompt_tokens": str(num_tokens), "n_ctx": str(limit)},
+        facts={
+            "n_prompt_tokens": str(num_tokens),
+            "n_completion_tokens": str(asked),
+            "n_ctx": str(limit),
+        },
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -24,7 +25,9 @@ def admin_routes(desk: FrontDesk) -> APIRouter:
     @router.get("/v1/models")
     async def list_models() -> Response:
         """The served model."""
-        return JsonResponse({"object": "list", "data": [_card(desk.check_ready())]})
+        card = _card(desk.check_ready())
+        ends = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
+        return JsonResponse({"object": "list", "data": [card], **ends})
 
     @router.get("/v1/models/{name:path}")
     async def get_model(name: str) -> Response:
@@ -89,6 +92,7 @@ async def _tokenize(desk: FrontDesk, body: TokenizeBody) -> dict[str, Any]:
 
 
 def _card(model: ServedModel) -> dict[str, Any]:
+    """For OpenAI's clients and, from `type` on, for Anthropic's too: both ask the same routes."""
     return {
         "id": model.name,
         "object": "model",
@@ -99,4 +103,7 @@ def _card(model: ServedModel) -> dict[str, Any]:
         "max_model_len": model.facts.max_model_len,
         "default_method": model.facts.default_method,
         "methods": model.facts.methods,
+        "type": "model",
+        "display_name": model.name,
+        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
     }

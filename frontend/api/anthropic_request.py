@@ -10,8 +10,10 @@ from frontend.api.anthropic_turns import to_messages
 from frontend.api.openai_request import to_decoding, to_seed, to_text
 from frontend.api.openai_schema import FunctionBody, ToolBody
 from frontend.api.openai_tools import ToolChoice, with_tools
+from frontend.api.structured import of_response_format
 from frontend.request import Chat, Options, Sampling, TextRequest
 from tidemill.runtime.errors import InvalidRequest, Unsupported
+from tidemill.structured import Constraint
 
 
 def to_request(body: MessagesBody, variables: frozenset[str]) -> TextRequest:
@@ -26,9 +28,17 @@ def to_request(body: MessagesBody, variables: frozenset[str]) -> TextRequest:
             max_tokens=body.max_tokens,
         ),
         decoding=to_decoding(body.decoding),
+        constraint=_constraint(body),
         stop=tuple(body.stop_sequences or ()),
         user=(body.metadata and body.metadata.user_id) or "",
     )
+    budget = body.thinking.budget_tokens if body.thinking else None
+    if budget is not None and budget >= body.max_tokens:
+        raise InvalidRequest(
+            f"thinking.budget_tokens is {budget}; it must be less than max_tokens, which is "
+            f"{body.max_tokens}",
+            param="thinking.budget_tokens",
+        )
     chat = to_conversation(body, variables)
     return TextRequest(prompts=(chat,), options=options, prompt_param="messages")
 
@@ -50,7 +60,7 @@ def to_conversation(body: CountTokensBody, variables: frozenset[str]) -> Chat:
         messages=messages,
         add_generation_prompt=not continues,
         continue_final_message=continues,
-        template_kwargs=_thinking(body, variables),
+        template_kwargs=_thinking(body, variables) | _effort(body, variables),
     )
     parallel = not (choice and choice.disable_parallel_tool_use)
     return with_tools(chat, _tools(body.tools or ()), _choice(body), parallel=parallel)
@@ -58,6 +68,10 @@ def to_conversation(body: CountTokensBody, variables: frozenset[str]) -> Chat:
 
 def tells_thinking(body: CountTokensBody) -> bool:
     """Whether the client expects blocks of thinking."""
+    return _thinks(body) and body.thinking is not None and body.thinking.display != "omitted"
+
+
+def _thinks(body: CountTokensBody) -> bool:
     return body.thinking is not None and body.thinking.type != "disabled"
 
 
@@ -65,14 +79,41 @@ def _thinking(body: CountTokensBody, variables: frozenset[str]) -> dict[str, Any
     """What the template is told about thinking, if anything is asked and it can be told."""
     if body.thinking is None:
         return {}
-    if body.thinking.type == "enabled":
-        raise Unsupported(
-            "thinking: a budget of tokens is not kept here; use type adaptive, and max_tokens to "
-            "bound the whole answer",
-            param="thinking",
+    if (body.thinking.type == "enabled") != (body.thinking.budget_tokens is not None):
+        raise InvalidRequest(
+            "thinking.budget_tokens goes with type enabled, and with no other",
+            param="thinking.budget_tokens",
         )
-    named = {"enable_thinking": tells_thinking(body)}
+    named = {"enable_thinking": _thinks(body)}
     return named if "enable_thinking" in variables else {}
+
+
+def _effort(body: CountTokensBody, variables: frozenset[str]) -> dict[str, Any]:
+    """What the template is told about effort."""
+    effort = body.output_config.effort if body.output_config else None
+    if effort and "reasoning_effort" in variables:
+        return {"reasoning_effort": effort}
+    if effort not in (None, "high"):
+        raise Unsupported(
+            f"output_config.effort is {effort!r}, and the chat template of this model has no such "
+            "setting; leave it out",
+            param="output_config.effort",
+        )
+    return {}
+
+
+def _constraint(body: CountTokensBody) -> Constraint | None:
+    """What the answer's text must be, under the newer or the older name."""
+    newer = body.output_config.format if body.output_config else None
+    older = body.output_format
+    if newer is not None and older is not None:
+        raise InvalidRequest(
+            "output_config.format and output_format both say what the answer must be; give one",
+            param="output_format",
+        )
+    given = newer if older is None else older
+    param = "output_config.format" if older is None else "output_format"
+    return None if given is None else of_response_format(given, param)
 
 
 def _tools(tools: Sequence[Tool]) -> list[ToolBody]:

@@ -48,10 +48,39 @@ class Thinking(Body):
 
     type: Literal["adaptive", "disabled", "enabled"]
     """disabled: the model is told not to think, where its chat template can say so (a variable
-    `enable_thinking`), and what it thinks is not told. enabled asks for a budget, which is not
-    served."""
-    display: Literal["summarized"] | None = None
-    """Nothing is summarized: all of it is told."""
+    `enable_thinking`), and what it thinks is not told."""
+    budget_tokens: Annotated[Int32, Field(ge=1024)] | None = None
+    """Goes with enabled, and is less than max_tokens. As Anthropic has it a target and no limit:
+    models here aim at none, so that only max_tokens bounds what they think."""
+    display: Literal["summarized", "omitted"] | None = None
+    """summarized: nothing is, all of it is told. omitted: none of it is."""
+
+
+class OutputConfig(Body):
+    """`output_config`: what the answer's text must be."""
+
+    model_config = ConfigDict(extra="forbid")
+    format: dict[str, Any] | None = None
+    """{"type": "json_schema", "schema": ...}."""
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """Told to chat templates that read `reasoning_effort`; others are served with high, Anthropic's
+    default, which asks for nothing."""
+
+
+class ContextEdit(Body):
+    """One edit of `context_management`."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+    """Nothing is cleared here; what a chat template does with earlier thinking is its own."""
+
+
+class ContextManagement(Body):
+    """`context_management`: what is cleared from long conversations. Only nothing is served."""
+
+    model_config = ConfigDict(extra="forbid")
+    edits: list[ContextEdit] = Field(default_factory=list)
 
 
 class CountTokensBody(Body):
@@ -61,9 +90,6 @@ class CountTokensBody(Body):
         {
             "mcp_servers": ([],),
             "container": (),
-            "context_management": (),
-            "output_config": ({},),
-            "output_format": (),
             "diagnostics": (),
             "inference_geo": (),
             "service_tier": ("auto", "standard_only"),
@@ -85,6 +111,10 @@ class CountTokensBody(Body):
     """Need a chat template with a place for tools."""
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
+    """The older name of output_config.format."""
+    context_management: ContextManagement | None = None
     cache_control: dict[str, Any] | None = None
 
 

@@ -67,6 +67,8 @@ class _Reader:
             self._texts.append(self._string(block, "text", kind))
         elif kind == "thinking" and role == "assistant":
             self._thoughts.append(self._string(block, "thinking", kind))
+        elif kind == "redacted_thinking" and role == "assistant":
+            pass  # sealed by another server: nobody here can read it, and answers go on without it
         elif kind == "tool_use" and role == "assistant":
             name, call_id = self._string(block, "name", kind), self._string(block, "id", kind)
             function = {"name": name, "arguments": block.get("input") or {}}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from tidemill.runtime.errors import ServiceError
 
 ANTHROPIC_PATH = "/v1/messages"
+_OVERFLOW = "CONTEXT_LENGTH_EXCEEDED"
+"""Programs that shorten a conversation and try again know it by the text of the message alone."""
 _ANTHROPIC_TYPES = MappingProxyType(
     {
         400: "invalid_request_error",
@@ -22,9 +25,14 @@ _ANTHROPIC_TYPES = MappingProxyType(
 """By HTTP status; everything else is an api_error."""
 
 
+def is_anthropic(path: str) -> bool:
+    """Whether the clients of `path` are Anthropic's."""
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+
+
 def error_body(error: ServiceError, path: str) -> dict[str, Any]:
     """The error object that clients of `path` read."""
-    if path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/"):
+    if is_anthropic(path):
         return anthropic_error(error)
     return openai_error(error)
 
@@ -32,12 +40,15 @@ def error_body(error: ServiceError, path: str) -> dict[str, Any]:
 def openai_error(error: ServiceError) -> dict[str, Any]:
     """OpenAI's error object; numeric facts (n_ctx, n_prompt_tokens) stand beside its fields."""
     facts = {name: int(text) for name, text in error.facts.items() if text.isdecimal()}
+    code, message = error.reason.lower(), error.message
+    if error.reason == _OVERFLOW:  # OpenAI's SDK leaves the code out of its exceptions' texts
+        message = f"{message} ({code})"
     return {
         "error": {
-            "message": error.message,
+            "message": message,
             "type": error.http_type,
             "param": error.param,
-            "code": error.reason.lower(),
+            "code": code,
             **facts,
         }
     }
@@ -46,7 +57,22 @@ def openai_error(error: ServiceError) -> dict[str, Any]:
 def anthropic_error(error: ServiceError) -> dict[str, Any]:
     """Anthropic's error object. It has no field for the parameter, so the message names it."""
     message, param = error.message, error.param
-    if param is not None and param not in message:
+    if error.reason == _OVERFLOW and error.facts:
+        message = _overflow(error.facts)
+    elif param is not None and param not in message:
         message = f"{param}: {message}"
     kind = _ANTHROPIC_TYPES.get(error.http_status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _overflow(facts: Mapping[str, str]) -> str:
+    """Anthropic's words; Claude Code reads the numbers out of them."""
+    prompt, asked, limit = (
+        int(facts.get(name, 0)) for name in ("n_prompt_tokens", "n_completion_tokens", "n_ctx")
+    )
+    if prompt >= limit:
+        return f"prompt is too long: {prompt} tokens > {limit} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {prompt} + {asked} > {limit}, "
+        "decrease input length or `max_tokens` and try again"
+    )

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from frontend.api.envelopes import error_body
+from frontend.api.envelopes import error_body, is_anthropic
 from frontend.desk import FrontDesk
 from frontend.request import Ingress
 from tidemill.runtime import telemetry
@@ -77,7 +77,9 @@ class IngressMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                names = (b"x-request-id", *([b"request-id"] if is_anthropic(path) else []))
+                ids = [(name, request_id.encode()) for name in names]
+                message["headers"] = [*message["headers"], *ids]
             await send(message)
 
         try:

@@ -48,7 +48,10 @@ def messages_routes(desk: FrontDesk) -> APIRouter:
         asked = TextRequest(prompts=(chat,), options=Options())
         check_tools(asked, model.output, model.template.variables)
         token_ids = await desk.tokenize(model, chat, None)
-        return JsonResponse({"input_tokens": len(token_ids)})
+        counted = {"input_tokens": len(token_ids)}
+        edited = {"original_input_tokens": len(token_ids)}
+        managed = {} if body.context_management is None else {"context_management": edited}
+        return JsonResponse({**counted, **managed})
 
     return router
 
@@ -68,6 +71,7 @@ async def complete(desk: FrontDesk, body: MessagesBody, ingress: Ingress) -> dic
         "content": blocks.content,
         **ending,
         "usage": _usage(generation),
+        **_edited(body),
     }
 
 
@@ -88,7 +92,8 @@ async def stream(
                 if delta.finish_reason is not None:
                     ending = _ending(delta.finish_reason, generation)
                     unsent += blocks.close()
-                    unsent += message_event("message_delta", delta=ending, usage=_usage(generation))
+                    rest = {"usage": _usage(generation), **_edited(body)}
+                    unsent += message_event("message_delta", delta=ending, **rest)
                     unsent += message_event("message_stop")
             if unsent:
                 yield unsent
@@ -103,6 +108,11 @@ def end(failure: ServiceError | None) -> bytes:
 def _generation(desk: FrontDesk, body: MessagesBody, ingress: Ingress) -> Generation:
     variables = desk.model_for(body.model or "").template.variables
     return desk.generation(to_request(body, variables), ingress)
+
+
+def _edited(body: MessagesBody) -> dict[str, Any]:
+    """What was cleared from the conversation: those edits alone are served that clear nothing."""
+    return {} if body.context_management is None else {"context_management": {"applied_edits": []}}
 
 
 def _message(generation: Generation, ingress: Ingress) -> dict[str, Any]:

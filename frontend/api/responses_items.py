@@ -122,7 +122,8 @@ class Items:
         item["status"] = status
         if item["type"] == "function_call":
             item["arguments"] = text
-            events = self._told(emit, "response.function_call_arguments.done", arguments=text)
+            kind = "response.function_call_arguments.done"
+            events = self._told(emit, kind, name=item["name"], arguments=text)
         else:
             item["content"] = [part]
             scores = {"logprobs": self._logprobs} if item["type"] == "message" else {}

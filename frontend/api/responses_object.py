@@ -30,7 +30,8 @@ class Draft:
     def __init__(self, body: ResponsesBody, name: str, created: int, model_name: str) -> None:
         """`name` is the response's id, `created` in seconds since the epoch."""
         self.name = name
-        self.items = Items(name.partition("_")[2])
+        self.suffix = name.partition("_")[2]
+        self.items = Items(self.suffix)
         self.status = "queued" if body.background else "in_progress"
         self._head = {"id": name, "object": "response", "created_at": created, "model": model_name}
         self._asked = _echo(body)
@@ -101,7 +102,7 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.store is not False,

@@ -14,8 +14,9 @@ from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.structured import Constraint
 
 
-def check_combination(body: ResponsesBody, facts: EngineFacts) -> None:
-    """Raises ServiceError naming a parameter that does not go with another one."""
+def check_combination(body: ResponsesBody, facts: EngineFacts, variables: frozenset[str]) -> None:
+    """Raises ServiceError naming a parameter that does not go with another one, or with the chat
+    template, which reads `variables`."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
     if body.background and body.store is False:
@@ -23,11 +24,10 @@ def check_combination(body: ResponsesBody, facts: EngineFacts) -> None:
             "background needs store: nobody could ask for the response; leave store out",
             param="background",
         )
-    if body.background and body.stream:
+    if body.reasoning and body.reasoning.effort and "reasoning_effort" not in variables:
         raise Unsupported(
-            "background cannot be streamed here: ask for the response with GET "
-            "/v1/responses/ID, or leave background out",
-            param="background",
+            "reasoning.effort: the chat template of this model has no such setting; leave it out",
+            param="reasoning.effort",
         )
     if body.top_logprobs is None:
         return
@@ -56,7 +56,9 @@ def to_request(body: ResponsesBody, turns: Turns) -> TextRequest:
         logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None,
         user=body.safety_identifier or body.user or "",
     )
-    chat = Chat(messages=[*system, *turns])
+    effort = body.reasoning.effort if body.reasoning else None
+    kwargs = {} if effort is None else {"reasoning_effort": effort}
+    chat = Chat(messages=[*system, *turns], template_kwargs=kwargs)
     chat = with_tools(chat, _tools(body), _choice(body), parallel=body.parallel_tool_calls)
     return TextRequest(prompts=(chat,), options=options, prompt_param="input")
 

@@ -17,6 +17,7 @@ class InputItem(Body):
     """One item of `input`: a message, a call of a tool, its output, or reasoning."""
 
     model_config = ConfigDict(extra="ignore")
+    id: str | None = None
     type: str | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[dict[str, Any]] | None = None
@@ -34,6 +35,18 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: StrictBool | None = None
+
+
+class ReasoningBody(Body):
+    """`reasoning`: how much, and in what form it is told."""
+
+    model_config = ConfigDict(extra="forbid")
+    effort: str | None = None
+    """Told to the chat template, which must have such a setting."""
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Nothing is summarized: what is told of reasoning is all of it, in the items' content."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """The older name of summary."""
 
 
 class TextBody(Body):
@@ -60,7 +73,6 @@ class ResponsesBody(Body):
     not_served: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType(
         {
             "max_tool_calls": (),
-            "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
             "truncation": ("disabled",),
             "conversation": (),
             "prompt": (),
@@ -113,7 +125,9 @@ class ResponsesBody(Body):
     """Keep the response, in the memory of this frontend; yes if it is not given."""
     previous_response_id: str | None = None
     background: StrictBool | None = None
-    """Answer at once; the response is asked for later. Needs store, excludes stream."""
+    """Answer at once; the response is asked for later. Needs store. With stream its events can be
+    read from GET /v1/responses/ID?stream=true too, by any number of clients, from any event on
+    (starting_after); a client that leaves does not end it."""
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
@@ -127,6 +141,7 @@ class ResponsesBody(Body):
     """Another name of user, which goes before it."""
     prompt_cache_key: str | None = None
     """Without effect: equal beginnings of prompts share their pages without being named."""
+    reasoning: ReasoningBody | None = None
     text: TextBody | None = None
     tools: list[FunctionTool] | None = None
     """Need a chat template with a place for tools."""

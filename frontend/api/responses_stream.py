@@ -20,11 +20,17 @@ class ResponseStream:
         self._keep = keep
         self._num_sent = 0
 
+    def queued(self) -> bytes:
+        """What comes first of a response in the background, before anything is computed."""
+        return self._response("created") + self._response("queued")
+
     async def events(self, entering: Generation) -> AsyncGenerator[bytes, None]:
         """The response without its output, item after item, and all of it once more, whole."""
         draft = self._draft
         async with entering as generation:
-            unsent = self._response("created") + self._response("in_progress")
+            unsent = b"" if self._num_sent else self._response("created")
+            draft.status = "in_progress"
+            unsent += self._response("in_progress")
             async for news in generation.deltas():
                 for delta in news:
                     unsent += draft.feed(delta, generation.usage, self._event)

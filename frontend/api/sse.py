@@ -77,7 +77,7 @@ class EventStream(Response):
                     raise  # counted as a request that got no answer
 
     async def _deliver(self, send: Send) -> None:
-        first = await anext(self._events)
+        first = await anext(self._events, b"")
         self._has_begun = True
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": first, "more_body": True})

@@ -48,8 +48,8 @@ class Demo(NamedTuple):
         return (load.running, load.waiting, load.pages_used) == (0, 0, 0)
 
     def num_aborted(self) -> int:
-        """Sequences that the engine was told to drop, out of `finished: length=3 abort=1`."""
-        found = re.search(r"\babort=(\d+)", self.state().detail)
+        """Sequences that the engine was told to drop, out of `finished: length=3 aborted=1`."""
+        found = re.search(r"\baborted=(\d+)", self.state().detail)
         return int(found[1]) if found else 0
 
 

@@ -194,6 +194,7 @@ async def test_context_overflow_has_the_words_that_clients_look_for(served: Stac
         assert answer.status_code == 400
         error = answer.json()["error"]
         assert error["message"].startswith("This model's maximum context length is 512 tokens.")
+        assert error["message"].endswith("(context_length_exceeded)")
         assert error["code"] == "context_length_exceeded"
         assert error["type"] == "invalid_request_error"
         assert error["param"] == "messages"
@@ -202,7 +203,8 @@ async def test_context_overflow_has_the_words_that_clients_look_for(served: Stac
         with pytest.raises(InvalidRequest) as caught:
             await client.chat(LONG)
     assert caught.value.reason == "CONTEXT_LENGTH_EXCEEDED"
-    assert caught.value.facts == {"n_prompt_tokens": "602", "n_ctx": "512"}
+    facts = {"n_prompt_tokens": "602", "n_completion_tokens": "1", "n_ctx": "512"}
+    assert caught.value.facts == facts
 
 
 @pytest.mark.parametrize(

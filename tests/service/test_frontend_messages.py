@@ -207,8 +207,31 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "no schema": ({"tools": [{"name": "f"}]}, 400, "tools[0].input_schema"),
     "any": ({"tools": [], "tool_choice": {"type": "any"}}, 400, "tool_choice"),
     "one": ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, 400, "tool_choice"),
-    "thinking": ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 400, "thinking"),
-    "display": ({"thinking": {"type": "adaptive", "display": "omitted"}}, 400, "thinking.display"),
+    "a budget": (
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        400,
+        "thinking.budget_tokens is 1024; it must be less than max_tokens",
+    ),
+    "a small budget": ({"thinking": {"type": "enabled", "budget_tokens": 1}}, 400, "budget_tokens"),
+    "no budget": ({"thinking": {"type": "enabled"}}, 400, "thinking.budget_tokens goes with"),
+    "display": ({"thinking": {"type": "adaptive", "display": "some"}}, 400, "thinking.display"),
+    "an edit": (
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        400,
+        "context_management.edits[0].type",
+    ),
+    "clearing": (
+        {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}},
+        400,
+        "context_management.edits[0].keep",
+    ),
+    "effort": ({"output_config": {"effort": "low"}}, 400, "output_config.effort is 'low'"),
+    "a format": ({"output_config": {"format": {"type": "xml"}}}, 400, "output_config.format.type"),
+    "two formats": (
+        {"output_config": {"format": {"type": "text"}}, "output_format": {"type": "text"}},
+        400,
+        "give one",
+    ),
     "mcp_servers": ({"mcp_servers": [{"type": "url"}]}, 400, "mcp_servers"),
     "an OpenAI name": ({"max_completion_tokens": 3}, 400, "max_tokens"),
     "stop": ({"stop": ["a"]}, 400, "stop_sequences"),
@@ -217,7 +240,8 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "empty stop": ({"stop_sequences": [""]}, 400, "stop_sequences[0]"),
     "temperature": ({"temperature": -1.0}, 400, "temperature"),
     "a knob": ({"decoding": {"params": {"bogus": 1}}}, 400, "bogus"),
-    "too long": ({"messages": [{"role": "user", "content": "a" * 600}]}, 400, "maximum context"),
+    "too long": ({"messages": [{"role": "user", "content": "a" * 600}]}, 400, "too long: 60"),
+    "too much": ({"max_tokens": 600}, 400, "`max_tokens` exceed context limit: "),
     "model": ({"model": "claude-9"}, 404, "'claude-9' does not exist"),
 }  # fmt: skip
 

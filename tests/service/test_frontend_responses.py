@@ -88,7 +88,7 @@ async def test_every_parameter_reaches_the_engine(tmp_path: Path, caplog: Any) -
             extra_body={"seed": -1, "decoding": {"params": {"steps": 3}}, "nobody_knows": 1},
         )
         (spec,) = served.engine.submits
-        expected = served.tokenizer.encode("<|system|>be<|developer|>d<|user|>a<|assistant|>").ids
+        expected = served.tokenizer.encode("<|system|>be<|system|>d<|user|>a<|assistant|>").ids
     assert list(memoryview(spec.prompt_token_ids).cast("I")) == expected
     given = spec.sampling
     assert (given.temperature, given.top_p, given.max_tokens) == (0.25, 0.5, 4)
@@ -312,7 +312,7 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "tool_choice": ({"tool_choice": "required"}, 400, "tool_choice"),
     "text": ({"text": {"format": {"type": "yaml"}}}, 400, "text.format"),
     "verbosity": ({"text": {"verbosity": "low"}}, 400, "text.verbosity"),
-    "reasoning": ({"reasoning": {"effort": "low"}}, 400, "reasoning"),
+    "reasoning": ({"reasoning": {"effort": "low"}}, 400, "reasoning.effort"),
     "truncation": ({"truncation": "auto"}, 400, "truncation"),
     "conversation": ({"conversation": "c"}, 400, "conversation"),
     "prompt": ({"prompt": {"id": "p"}}, 400, "prompt"),
@@ -346,10 +346,8 @@ async def test_wrong_requests(tmp_path: Path) -> None:
 
 async def test_what_cannot_be_streamed_says_so(tmp_path: Path) -> None:
     async with stack(tmp_path) as served, sdk(served) as client:
-        with pytest.raises(openai.BadRequestError, match="cannot be streamed"):
-            await client.responses.create(model="fake", input="a", background=True, stream=True)
         kept = await client.responses.create(**ASKED)
-        with pytest.raises(openai.BadRequestError, match="not streamed again"):
+        with pytest.raises(openai.BadRequestError, match=r"of the response .+ are not kept"):
             await client.responses.retrieve(kept.id, stream=True)
         with pytest.raises(openai.BadRequestError, match="not made in the background"):
             await client.responses.cancel(kept.id)

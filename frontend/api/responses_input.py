@@ -1,0 +1,63 @@
+"""What a response answers, as the items that clients may ask for again. It knows no requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from frontend.api.responses_schema import InputItem
+from tidemill.runtime.errors import InvalidRequest
+
+Items = tuple[dict[str, Any], ...]
+"""Items of a conversation, oldest first, each with an id and a type."""
+MAX_PAGE = 100
+_PAGE = 20
+
+
+def input_items(given: str | Sequence[InputItem], suffix: str) -> Items:
+    """The items of `input`. Those that came without an id get one, which ends with `suffix`."""
+    if isinstance(given, str):
+        given = [InputItem(role="user", content=given)]
+    return tuple(_item(one, f"{suffix}_in{number}") for number, one in enumerate(given))
+
+
+def page(items: Items, query: Mapping[str, str]) -> dict[str, Any]:
+    """A page of items by `limit`, `order` (desc, if it is not given) and `after`, the id behind
+    which it begins. Raises InvalidRequest naming the one that is wrong."""
+    limit, order, after = query.get("limit", str(_PAGE)), query.get("order", "desc"), None
+    if not limit.isdecimal() or not 1 <= int(limit[:4]) <= MAX_PAGE:
+        raise InvalidRequest(
+            f"limit is {limit[:40]!r}; it must lie in 1..{MAX_PAGE}", param="limit"
+        )
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order is {order[:40]!r}; it must be asc or desc", param="order")
+    ordered = items if order == "asc" else items[::-1]
+    if (after := query.get("after")) is not None:
+        places = [place for place, item in enumerate(ordered) if item["id"] == after]
+        if not places:
+            raise InvalidRequest(f"after is {after[:80]!r}; no item has that id", param="after")
+        ordered = ordered[places[0] + 1 :]
+    shown = ordered[: int(limit)]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(shown) < len(ordered),
+    }
+
+
+def _item(given: InputItem, suffix: str) -> dict[str, Any]:
+    kind = given.type or "message"
+    item = given.model_dump(exclude_none=True) | {"type": kind}
+    item.setdefault("id", f"{kind}_{suffix}")
+    if kind == "reasoning":
+        return {"summary": [], **item}
+    item.setdefault("status", "completed")
+    if kind == "message" and isinstance(given.content, str):
+        is_said = given.role == "assistant"
+        part: dict[str, Any] = {"type": "input_text", "text": given.content}
+        if is_said:
+            part = {"type": "output_text", "text": given.content, "annotations": []}
+        item["content"] = [part]
+    return item
