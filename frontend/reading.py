@@ -114,19 +114,23 @@ def check_tools(request: TextRequest, form: OutputFormat, variables: frozenset[s
 
     `variables` are those that the chat template reads.
     """
-    if not any(isinstance(prompt, Chat) and prompt.tools for prompt in request.prompts):
-        return
-    if "tools" not in variables:
-        raise Unsupported(
-            "the chat template of this model has no place for tools; leave tools out, or start "
-            "the server with a template that has one (--chat-template)",
-            param="tools",
-        )
-    chats = [prompt for prompt in request.prompts if isinstance(prompt, Chat)]
+    chats = [one for one in request.prompts if isinstance(one, Chat) and one.tools]
+    for chat in chats:
+        check_place(chat, variables)
     if form.tools is None and not all(chat.must_call for chat in chats):
         raise Unsupported(
             "how this model writes tool calls is not known; leave tools out, or start the server "
             f"with --tool-call-parser and one of {', '.join(sorted(TOOL_PARSERS))}",
+            param="tools",
+        )
+
+
+def check_place(chat: Chat, variables: frozenset[str]) -> None:
+    """Raises Unsupported for tools that the chat template does not tell the model of."""
+    if chat.tools and "tools" not in variables:
+        raise Unsupported(
+            "the chat template of this model has no place for tools; leave tools out, or start "
+            "the server with a template that has one (--chat-template)",
             param="tools",
         )
 

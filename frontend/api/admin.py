@@ -12,7 +12,9 @@ from frontend.api.document import documented
 from frontend.api.http import JsonResponse, read_body
 from frontend.api.openai_request import parse, to_messages
 from frontend.api.openai_schema import DetokenizeBody, TokenizeBody
+from frontend.api.openai_tools import with_tools
 from frontend.desk import FrontDesk
+from frontend.reading import check_place
 from frontend.served import ServedModel
 from tidemill import __version__
 from tidemill.runtime.errors import InvalidRequest
@@ -65,7 +67,12 @@ def admin_routes(desk: FrontDesk) -> APIRouter:
 async def _tokenize(desk: FrontDesk, body: TokenizeBody) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
-    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+    for name in (
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template_kwargs",
+        "tools",
+    ):
         if body.prompt is not None and getattr(body, name) is not None:
             raise InvalidRequest(f"{name} needs messages; this request has a prompt", param=name)
     model = desk.model_for(body.model or "")
@@ -77,6 +84,8 @@ async def _tokenize(desk: FrontDesk, body: TokenizeBody) -> dict[str, Any]:
             continue_final_message=body.continue_final_message,
             template_kwargs=body.chat_template_kwargs or {},
         )
+        chat = with_tools(chat, body.tools or (), None, parallel=None)
+        check_place(chat, model.template.variables)
         token_ids = await desk.tokenize(model, chat, body.add_special_tokens)
     else:
         token_ids = await desk.tokenize(model, prompt, body.add_special_tokens)

@@ -217,11 +217,11 @@ class ChatBody(GenerationBody):
 class TokenizeBody(Body):
     """POST /tokenize: either `prompt` or `messages`."""
 
-    not_served = MappingProxyType({"tools": ([],)})
-
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[ToolBody] | None = None
+    """What the model is told of with the messages."""
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool | None = None

@@ -181,7 +181,7 @@ async def test_tokenize_refuses_flags_of_messages_beside_a_text(served: Stack) -
             ("add_generation_prompt", True),
             ("continue_final_message", False),
             ("chat_template_kwargs", {}),
-            ("tools", [{}]),
+            ("tools", []),
         ):
             answer = await client.post("/tokenize", json={"prompt": "a", name: value})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)

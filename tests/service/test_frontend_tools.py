@@ -277,3 +277,17 @@ async def test_the_command_line_keeps_reasoning_out_of_the_answer(
         assert await asyncio.to_thread(chat.run, argv) == 0
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("There.\n", "Where? <b>\n\n")
+
+
+async def test_tokenize_tells_what_the_tools_add(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, served.http() as http:
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        plain = (await http.post("/tokenize", json=body)).json()["tokens"]
+        told = (await http.post("/tokenize", json={**body, "tools": [WEATHER]})).json()["tokens"]
+        added = byte_tokenizer().encode(json.dumps([WEATHER]), add_special_tokens=False).ids
+        assert told == plain + added
+        refused = await http.post("/tokenize", json={"prompt": "hi", "tools": [WEATHER]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+    async with stack(tmp_path / "other") as bare, bare.http() as http:
+        refused = await http.post("/tokenize", json={**body, "tools": [WEATHER]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
