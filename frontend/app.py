@@ -17,6 +17,7 @@ from frontend.api.routes import build_http
 from frontend.config import FrontendConfig
 from frontend.desk import FrontDesk
 from frontend.parsers.registry import output_format
+from frontend.template_pool import prepare
 from tidemill.runtime.errors import FailedPrecondition
 from tidemill.runtime.health import Health
 from tidemill.runtime.parsing import MalformedRequests
@@ -118,6 +119,7 @@ class FrontendServer:
         self.grpc_port = bind(self._grpc, config.host, config.grpc_port, flag="--grpc-port")
         self.http_port = listener.getsockname()[1]
         await self._grpc.start()
+        prepare()
         self.desk.engine.start()
         self._tasks = [
             asyncio.create_task(self._follow(), name="readiness"),

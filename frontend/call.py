@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from frontend.messages import Canvas, Delta, Finish, TokenLogprobs
+from frontend.rounds import Reader
 from tidemill.runtime.errors import Overloaded, ServiceError
 
 MAX_UNREAD_BYTES = 1 << 20
+_PATIENCE_BYTES = MAX_UNREAD_BYTES // 4
 _BYTES_PER_TOKEN = 4
 _BYTES_PER_ALTERNATIVE = 8
+
+
+class Announcements(Protocol):
+    """Who says when a mailbox may be read (frontend.rounds)."""
+
+    def put(self, reader: Reader) -> None: ...
+
+    def back(self, reader: Reader) -> None: ...
 
 
 class Call:
@@ -29,21 +40,23 @@ class Call:
         *,
         release: Callable[[list[int], bool], None],
         stop: Callable[[int, int, str], None],
-        announce: Callable[[Callable[[], None]], None],
+        rounds: Announcements,
     ) -> None:
         """`release(handles, abort)` forgets handles, `stop(handle, completion_tokens, string)`
-        tells the engine where a text ended, `announce(wake)` calls `wake` when the reader may look
-        at its news."""
+        tells the engine where a text ended, `rounds` wakes the reader when it may look at its
+        news."""
         self._handles = handles
         self._live = set(handles)
         self._release = release
         self._stop = stop
-        self._announce = announce
+        self._rounds = rounds
         self._loop = asyncio.get_running_loop()
         self._unread: dict[int, Delta] = {}
         self._num_unread_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
         self._error: ServiceError | None = None
+        self._is_announced = self._may_read = False
+        self._arrived: Callable[[int], None] | None = None
         self.has_begun = False
         """Whether anything of any sequence has arrived."""
 
@@ -52,14 +65,21 @@ class Call:
         """Whether the engine still owes this request something."""
         return bool(self._live)
 
+    def wait_for_all(self, arrived: Callable[[int], None]) -> None:
+        """From now on the reader is woken for the last finish only, for an error, or when the
+        mailbox fills up. `arrived(index)` is called when tokens of a sequence come."""
+        self._arrived = arrived
+
     async def read(self) -> list[Delta]:
         """Everything new, at least one delta; raises the request's error once all is read."""
-        if not self._unread and self._error is None:
+        self._rounds.back(self)
+        if not self._may_read:
             self._waiter = self._loop.create_future()
             await self._waiter
         if self._unread:
             deltas = list(self._unread.values())
             self._unread, self._num_unread_bytes = {}, 0
+            self._is_announced, self._may_read = False, self._error is not None
             return deltas
         assert self._error is not None, "woken without news"
         raise self._error
@@ -72,6 +92,7 @@ class Call:
     def close(self, *, abort: bool = True) -> None:
         """Nothing arrives afterwards; what still runs is aborted, unless the caller knows that
         the engine will end it by itself. Idempotent."""
+        self._rounds.back(self)
         live, self._live = sorted(self._live), set()
         if live:
             self._release(live, abort)
@@ -93,6 +114,8 @@ class Call:
         delta = self._delta(index)
         delta.token_ids.extend(token_ids)
         delta.canvas = None
+        if self._arrived is not None:
+            self._arrived(index)
 
     def add_logprobs(self, index: int, entries: list[TokenLogprobs]) -> None:
         """One entry per committed token."""
@@ -112,12 +135,22 @@ class Call:
         """The sequence's one terminal event."""
         self._live.discard(self._handles[index])
         self._delta(index).finish = finish
+        if not self._live:
+            self._announce()
 
     def fail(self, error: ServiceError) -> None:
         """Ends the whole request; what has arrived can still be read."""
         self._live.clear()
         self._error = self._error or error
-        self._wake()
+        self.wake()
+
+    def wake(self) -> bool:
+        """The reader may look at its news now; whether it waited for them. See `Rounds`."""
+        self._may_read = True
+        if self._waiter is None or self._waiter.done():
+            return False
+        self._waiter.set_result(None)
+        return True
 
     def _count(self, entries: list[TokenLogprobs]) -> None:
         self._num_unread_bytes += sum(_BYTES_PER_ALTERNATIVE * len(e.token_ids) for e in entries)
@@ -127,12 +160,11 @@ class Call:
         if delta is None:
             delta = self._unread[index] = Delta(index)
             self.has_begun = True
-            if len(self._unread) == 1:
-                self._announce(self._wake)
+        if self._arrived is None or self._num_unread_bytes > _PATIENCE_BYTES:
+            self._announce()
         return delta
 
-    def _wake(self) -> None:
-        """The news may be read already: who finds some does not wait to be woken."""
-        has_news = self._unread or self._error is not None
-        if has_news and self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _announce(self) -> None:
+        if not self._is_announced:
+            self._is_announced = True
+            self._rounds.put(self)

@@ -12,13 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from frontend.parsers.registry import OutputFormat
-from frontend.parsers.tools.hermes import HermesParser
 from frontend.request import Chat, TextRequest
+from frontend.strict_calls import TRIGGER, schema_of, structure_of
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.structured import Constraint
-
-_SPACE = {"whitespace_pattern": r" |\r?\n[ \t]{0,24}"}
-"""llguidance's option for what may stand between the tokens of JSON: no answer of nothing else."""
 
 _OF_TEXT = frozenset(("response_format", "text.format", "output_config.format", "output_format"))
 """Fields that say how an answer's text is written: a forced call has none, so they go together."""
@@ -58,21 +55,17 @@ def call_constraint(chat: Chat, form: OutputFormat) -> Constraint | None:
     if strict is None:
         return None
     param = f"tools[{strict}]"
-    if form.tools is None or not issubclass(form.tools, HermesParser):
-        raise Unsupported(
-            f"{param}: strict: true is served with tool_choice auto only where calls are written "
-            "as <tool_call> JSON (hermes); leave strict out, or force the call: tool_choice "
-            "required, or the tool's name",
-            param=param,
-        )
-    structures = [_hermes(one) for one in functions]
-    tag = {"structures": structures, "triggers": ["<tool_call>"]}
+    try:
+        structures = [structure_of(form.tools, one) for one in functions]
+    except Unsupported as refused:
+        raise Unsupported(f"{param}: {refused.message}", param=param) from refused
+    tag = {"structures": structures, "triggers": [TRIGGER]}
     return Constraint("structural_tag", json.dumps(tag), param)
 
 
 def _arguments(function: Mapping[str, Any]) -> str:
     """Lark: the arguments of one call."""
-    return f"%llguidance {{}}\nstart: %json {json.dumps(_schema(function))}\n"
+    return f"%llguidance {{}}\nstart: %json {json.dumps(schema_of(function))}\n"
 
 
 def _calls(functions: Sequence[Mapping[str, Any]], is_parallel: bool) -> str:
@@ -82,17 +75,5 @@ def _calls(functions: Sequence[Mapping[str, Any]], is_parallel: bool) -> str:
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
         head = json.dumps(f'{{"name": {json.dumps(function["name"])}, "parameters": ')
-        rules.append(f'call_{i}: {head} %json {json.dumps(_schema(function))} "}}"')
+        rules.append(f'call_{i}: {head} %json {json.dumps(schema_of(function))} "}}"')
     return "\n".join(rules) + "\n"
-
-
-def _hermes(function: Mapping[str, Any]) -> dict[str, Any]:
-    name = json.dumps(function["name"])
-    schema = _schema(function) if function.get("strict") else {"type": "object"}
-    begin = f'<tool_call>\n{{"name": {name}, "arguments": '
-    return {"begin": begin, "schema": schema, "end": "}\n</tool_call>"}
-
-
-def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments are an object, also where a schema leaves that open."""
-    return {"x-guidance": _SPACE, "type": "object", **(function.get("parameters") or {})}

@@ -6,6 +6,7 @@ faces; its one signal to the outside is `matched`.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from frontend.reading import CallDelta, Reading
 from frontend.request import Options, TextRequest
 from frontend.stopping import StopChecker
 from frontend.tokenizer import Vocabulary
+from tidemill.structured import Constraint
 
 _REASONS = {
     FinishReason.STOP_TOKEN: "stop",
@@ -65,13 +67,14 @@ class PromptView(NamedTuple):
     """A prompt as it was sent to the engine, and its text where it is needed (echo).
 
     `max_tokens` is the engine's limit behind it; None: the room left. `gap` is there when a suffix
-    follows.
+    follows, `constraint` when a grammar says what does.
     """
 
     token_ids: list[int]
     text: str
     max_tokens: int | None = None
     gap: Gap | None = None
+    constraint: Constraint | None = None
 
 
 class Choice:
@@ -116,6 +119,13 @@ class Choice:
         self._only_prompt = options.sampling.max_tokens == 0
         self._most_tokens = None if prompt.gap is None else prompt.gap.num_tokens
         self._reading = reading
+        self._starts = array("L")
+        """Where the texts of the tokens start, for who counts the reasoning."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of the tokens up to now, those of the reasoning."""
+        return 0 if self._reading is None else self._reading.num_reasoning(self._starts)
 
     def feed(self, delta: Delta) -> TextDelta | None:
         """The visible part of what happened, or None when nothing can be shown yet."""
@@ -147,12 +157,15 @@ class Choice:
         ):
             visible = token_ids[:-1]  # the token that ended the sequence is counted, not shown
         offsets: list[int] = []
-        if self._stops is None and self._options.logprobs is None:
+        is_plain = self._stops is None and self._options.logprobs is None
+        if is_plain and self._reading is None:
             shown.text = self._detokenizer.feed(visible)
             num_consumed = len(token_ids)
         else:
             shown.text, offsets = self._feed_singly(visible)
             num_consumed = len(token_ids) if self.matched is None else len(offsets)
+        if self._reading is not None:
+            self._starts.extend(at - len(self.prompt.text) for at in offsets)
         shown.token_ids = token_ids[:num_consumed]
         self.num_tokens += num_consumed
         if self._options.ranks:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from frontend.background import Background
 from frontend.config import FrontendConfig
+from frontend.encode_pool import EncodePool
 from frontend.engine_client import EngineClient
 from frontend.generation import Generation
 from frontend.messages import EngineFacts
@@ -25,7 +26,7 @@ from frontend.request import Chat, Ingress, TextRequest
 from frontend.roles import as_known
 from frontend.served import ServedModel, load_model
 from frontend.shelf import new_replica
-from frontend.tokenizer import EncodePool
+from frontend.template_pool import TemplatePool
 from frontend.validation import check_ids
 from tidemill.runtime.errors import NotFound, Unavailable
 from tidemill.runtime.telemetry import Tracer
@@ -50,6 +51,7 @@ class FrontDesk:
         self._live: set[Generation | PoolWalk] = set()
         self._idle = asyncio.Event()
         self.model: ServedModel | None = None
+        self._templates: TemplatePool | None = None
         self.is_draining = False
         self.started = time.monotonic()
         self.engine = EngineClient(
@@ -130,8 +132,8 @@ class FrontDesk:
             text = prompt
         else:
             with around("apply_chat_template"):
-                chat = as_known(prompt, model.template.source)
-                text = await self.pool.run(model.template.render, chat, size=chat.size)
+                assert self._templates is not None, "a model without its template"
+                text = await self._templates.render(as_known(prompt, model.template.source))
         if check is not None:
             check(model.tokenizer.least_tokens(text))
         if add_special_tokens is None:
@@ -179,6 +181,8 @@ class FrontDesk:
         await self.background.close()
         await self.engine.close()
         self.pool.close()
+        if self._templates is not None:
+            await self._templates.close()
         await asyncio.to_thread(self.tracer.stop)
 
     async def _load_model(self, facts: EngineFacts) -> None:
@@ -192,9 +196,18 @@ class FrontDesk:
             return
         if self.config.tokenizer is not None:
             folder = Path(self.config.tokenizer)
-            self.model = await self.pool.run(load_model, self.config, facts, folder)
+            await self._take(await self.pool.run(load_model, self.config, facts, folder))
             return
         with tempfile.TemporaryDirectory(prefix="tidemill-tokenizer-") as name:
             await self.engine.fetch_tokenizer(Path(name))
-            self.model = await self.pool.run(load_model, self.config, facts, Path(name))
-        _LOG.info("tokenizer loaded", extra={"model": self.model.name})
+            await self._take(await self.pool.run(load_model, self.config, facts, Path(name)))
+
+    async def _take(self, model: ServedModel) -> None:
+        """Serves `model` from now on, once its template's process is up."""
+        templates = TemplatePool(model.template)
+        await templates.start()
+        before, self._templates = self._templates, templates
+        self.model = model
+        if before is not None:
+            await before.close()
+        _LOG.info("tokenizer loaded", extra={"model": model.name})

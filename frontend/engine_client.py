@@ -135,9 +135,7 @@ class EngineClient:
         self.check_ready()
         self._outbox.check_room()
         handles = [next(self._handles) for _ in sequences]
-        call = Call(
-            handles, release=self._release, stop=self._stop_matched, announce=self._rounds.put
-        )
+        call = Call(handles, release=self._release, stop=self._stop_matched, rounds=self._rounds)
         for handle, sequence in zip(handles, sequences, strict=True):
             self._slots[handle] = (call, sequence.index)
             submit = pb.Submit(handle=handle, spec=convert.to_spec(sequence))

@@ -64,6 +64,8 @@ def to_spec(sequence: Sequence) -> pb.GenerateSpec:
     )
     if sequence.constraint is not None:
         spec.constraint.MergeFrom(pb.Constraint(**sequence.constraint.message))
+        if sequence.constraint.reasoning is not None:
+            spec.reasoning.MergeFrom(pb.Reasoning(**sequence.constraint.reasoning._asdict()))
     if sequence.decoding.method or sequence.decoding.params:
         spec.decoding.method = sequence.decoding.method or ""
         spec.decoding.params.update(sequence.decoding.params)

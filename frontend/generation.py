@@ -16,14 +16,14 @@ from frontend.call import Call
 from frontend.calling import with_calls
 from frontend.choice import Choice, PromptView, TextDelta
 from frontend.choosable import as_asked, with_bad_words
-from frontend.engine_convert import pack_ids
 from frontend.gap import check_gap, check_suffix_ids, check_suffix_len, fit_prompt
 from frontend.messages import Delta, FinishReason, Sequence, Timings, Usage
 from frontend.observation import Observation
 from frontend.ranking import likeliest
-from frontend.reading import Reading, check_tools, reading_of, with_markers
+from frontend.reading import behind_reasoning, check_tools, reading_of, with_markers
 from frontend.request import Chat, Ingress, Prompt, TextRequest
 from frontend.result import ChoiceResult
+from frontend.sequences import sequence_of
 from frontend.served import ServedModel
 from frontend.validation import DEFAULT_COMPLETION_TOKENS, check_request, context_exceeded
 from tidemill.runtime.errors import DeadlineExceeded, EngineDead, InvalidRequest, Unsupported
@@ -49,6 +49,7 @@ class Generation:
         self._ingress = ingress
         self._call: Call | BeamCall | None = None
         self._suffix_ids: list[int] = []
+        self._is_whole = False
         self._span = ingress.span
         self.model: ServedModel = desk.model_for(request.options.model)
         self._request = with_markers(request, self.model.output)
@@ -95,6 +96,7 @@ class Generation:
             forward_passes=sum(choice.usage.forward_passes for choice in self.choices),
             denoise_steps=sum(choice.usage.denoise_steps for choice in self.choices),
             preemptions=sum(choice.usage.preemptions for choice in self.choices),
+            reasoning_tokens=sum(choice.reasoning_tokens for choice in self.choices),
         )
 
     @property
@@ -119,7 +121,7 @@ class Generation:
                     self._check_deadline(delta.finish.reason)
                 elif choice.matched is not None and not was_matched:
                     self._stop_engine(choice)
-                if delta.token_ids:
+                if delta.token_ids and not self._is_whole:
                     self._seen.delivered(delta.index)
                 if shown is not None:
                     news.append(shown)
@@ -129,6 +131,10 @@ class Generation:
     async def collect(self) -> list[ChoiceResult]:
         """The choices to be returned, finished, in the order of their index: all of them, or with
         best_of the likeliest of each prompt, best first."""
+        if isinstance(self._call, Call) and not self._request.options.stop:
+            # Nothing is told before the end, nor said to the engine: one look is enough.
+            self._is_whole = True
+            self._call.wait_for_all(self._seen.delivered)
         results = [ChoiceResult(choice.index) for choice in self.choices]
         async for news in self.deltas():
             for delta in news:
@@ -176,20 +182,18 @@ class Generation:
                 skip_special_tokens=options.skip_special_tokens,
                 spaces_between_special_tokens=options.spaces_between_special_tokens,
             )
-        view = PromptView(fitted, text, max_tokens, gap)
+        end, constraint = "", options.constraint
+        if isinstance(prompt, Chat):
+            end = model.tokenizer.decode(fitted[-_PROMPT_END:], skip_special_tokens=False)
+            constraint = behind_reasoning(constraint, model.output, end)
+        view = PromptView(fitted, text, max_tokens, gap, constraint)
         self.prompts.append(view)
         for _ in range(options.width):
-            index = len(self.choices)
-            reading = self._reading(prompt, fitted)
-            self.choices.append(Choice(index, view, model.tokenizer, options, reading))
-
-    def _reading(self, prompt: Prompt, token_ids: list[int]) -> Reading | None:
-        """How the answer is read. It matters what the model's prompt ends with."""
-        if not isinstance(prompt, Chat):
-            return None
-        decode = self.model.tokenizer.decode
-        end = decode(token_ids[-_PROMPT_END:], skip_special_tokens=False)
-        return reading_of(prompt, self.model.output, end, self._request.options.constraint)
+            reading = None
+            if isinstance(prompt, Chat):
+                reading = reading_of(prompt, model.output, end, constraint)
+            choice = Choice(len(self.choices), view, model.tokenizer, options, reading)
+            self.choices.append(choice)
 
     def _check_size(self, num_tokens: int) -> None:
         """Refuses what cannot fit before the time is spent to encode it."""
@@ -201,43 +205,22 @@ class Generation:
             raise context_exceeded(param, num_tokens, asked, limit, is_exact=False)
 
     def _submit(self) -> Call | BeamCall:
-        sequences = [self._sequence(choice) for choice in self.choices]
-        if self._request.options.beam is None:
+        options = self._request.options
+        sequences = [sequence_of(choice, options) for choice in self.choices]
+        if options.beam is None:
             return self._open(sequences)
-        return search(self._open, sequences, self._request.options, self.model.facts)
+        return search(self._open, sequences, options, self.model.facts)
 
     def _open(self, sequences: list[Sequence]) -> Call:
-        return self._desk.engine.open(
+        call = self._desk.engine.open(
             self._ingress.request_id,
             sequences,
             timeout_ms=self._remaining_ms(),
             trace=self._span.context,
         )
-
-    def _sequence(self, choice: Choice) -> Sequence:
-        options, prompt = self._request.options, choice.prompt
-        # Scoring only: the engine generates at least one token, which nobody sees.
-        max_tokens = 1 if prompt.max_tokens == 0 else prompt.max_tokens
-        scores = options.prompt_logprobs
-        if options.echo and options.logprobs is not None:
-            scores = max(options.logprobs, scores or 0)
-        return Sequence(
-            index=choice.index,
-            choice=choice.index % options.width,
-            prompt=pack_ids(prompt.token_ids),
-            sampling=replace(options.sampling, max_tokens=max_tokens),
-            decoding=options.decoding,
-            stop_token_ids=options.stop_token_ids,
-            ignore_eos=options.ignore_eos,
-            logprobs=0 if options.ranks and options.logprobs is None else options.logprobs,
-            prompt_logprobs=scores,
-            cache_salt=options.cache_salt,
-            priority=options.priority,
-            fairness_key=options.fairness_key,
-            emit_canvas=options.emit_canvas,
-            pinned=prompt.gap.pinned(len(prompt.token_ids)) if prompt.gap else (),
-            constraint=options.constraint,
-        )
+        if self._is_whole:
+            call.wait_for_all(self._seen.delivered)
+        return call
 
     def _remaining_ms(self) -> int | None:
         """At least 1, so that it is the engine that counts and answers a passed deadline."""

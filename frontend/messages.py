@@ -42,6 +42,8 @@ class Usage(NamedTuple):
     forward_passes: int = 0
     denoise_steps: int = 0
     preemptions: int = 0
+    reasoning_tokens: int = 0
+    """Those of the output that are reasoning, its markers left out; the frontend counts them."""
 
 
 class Timings(NamedTuple):

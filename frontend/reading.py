@@ -5,11 +5,13 @@ It knows output parsers and conversations; it does not know tokens, the engine o
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from frontend.parsers.base import Arguments, CallBegun, Content, OutputParser, ToolSpec
-from frontend.parsers.registry import TOOL_PARSERS, OutputFormat
+from frontend.parsers.registry import TOOL_PARSERS, InTurn, OutputFormat
 from frontend.parsers.tools.bare_json import CallListParser, NamedCallParser
 from frontend.request import Chat, TextRequest
 from tidemill.runtime.errors import Unsupported
@@ -42,6 +44,13 @@ class Reading:
         self._most_calls = most_calls
         self.has_calls = False
 
+    def num_reasoning(self, starts: Sequence[int]) -> int:
+        """How many tokens, whose texts start at these places, in order, are reasoning."""
+        return sum(
+            bisect_left(starts, span.end) - bisect_left(starts, span.start)
+            for span in self._parser.reasoned
+        )
+
     def read(self, text: str, *, is_last: bool) -> Said:
         """What became certain with this text; text that may begin a marker is held back."""
         events = self._parser.feed(text)
@@ -60,15 +69,22 @@ class Reading:
         return said
 
 
+def behind_reasoning(
+    constraint: Constraint | None, form: OutputFormat, prompt: str
+) -> Constraint | None:
+    """The constraint of an answer to a chat, which holds behind the reasoning, if the model may
+    reason first. Structural tags stand amid free text anyway. `prompt` is the end of the rendered
+    conversation."""
+    if constraint is None or constraint.kind == "structural_tag":
+        return constraint
+    return constraint._replace(reasoning=form.reasoning_behind(prompt))
+
+
 def reading_of(
     chat: Chat, form: OutputFormat, prompt: str, constraint: Constraint | None = None
 ) -> Reading | None:
     """How an answer to `chat` is read; None: it is content as it stands. `prompt` is the end of the
-    rendered conversation.
-
-    What follows a grammar from its first token on has no room for reasoning, also where the prompt
-    leaves it open; only structural tags stand amid free text.
-    """
+    rendered conversation, `constraint` what `behind_reasoning` made."""
     parser: OutputParser | None
     if chat.must_call:
         parser = NamedCallParser(chat.called) if chat.called else CallListParser(_specs(chat))
@@ -76,6 +92,10 @@ def reading_of(
         parser = None
     else:
         parser = form.parser(_specs(chat), prompt)
+    if constraint is not None and constraint.reasoning is not None:
+        first = form.parser((), prompt)
+        assert first is not None, "a format that reasons reads its reasoning"
+        parser = first if parser is None else InTurn(first, parser)
     if parser is None:
         return None
     return Reading(parser, most_calls=None if chat.parallel_tool_calls else 1)

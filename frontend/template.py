@@ -1,12 +1,12 @@
 """Renders conversations with the model's chat template, the way transformers does.
 
 It does not know tokens. The rendering function is transformers' own, so that there is one code
-path for templates in the whole field; importing it does not import torch.
+path for templates in the whole field; importing it does not import torch. A server renders in
+processes of their own (template_pool), which alone load it.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from pathlib import Path
@@ -16,9 +16,9 @@ from typing import Any, cast
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 import jinja2
-import jinja2.meta
+import jinja2.ext
+import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from frontend.request import Chat
 from frontend.tokenizer import TextTokenizer
@@ -31,11 +31,20 @@ _PLAIN = (
     "{{ '\nAssistant:' if add_generation_prompt else '' }}"
 )
 """For models without a template: the plain form that base models continue best."""
-_RESERVED = frozenset(inspect.signature(render_jinja_template).parameters) | {"messages"}
+RESERVED = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversations",
+        "documents", "kwargs", "messages", "return_assistant_tokens_mask", "tools",
+    }
+)  # fmt: skip
+"""Names that the rendering function has for itself."""
 
 
 class ChatTemplate:
-    """One template with the special tokens it may refer to."""
+    """One template with the special tokens it may refer to.
+
+    `variables` are the names that it reads, those that it sets itself included.
+    """
 
     def __init__(self, source: str | None, special_tokens: dict[str, str]) -> None:
         """Raises FailedPrecondition when the template does not compile."""
@@ -50,11 +59,23 @@ class ChatTemplate:
                 reason="TEMPLATE_BROKEN",
                 param="chat_template",
             ) from failure
-        self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
+        except RecursionError as failure:
+            raise FailedPrecondition(
+                "the chat template does not compile: it is nested too deeply; choose another one "
+                "with --chat-template",
+                reason="TEMPLATE_BROKEN",
+                param="chat_template",
+            ) from failure
+        # jinja2.meta would find them by compiling, which computes what is constant: 9 ** 9 ** 9.
+        names = parsed.find_all(jinja2.nodes.Name)
+        self.variables = frozenset(name.name for name in names if name.ctx == "load")
 
     def render(self, chat: Chat) -> str:
-        """The prompt's text. Raises InvalidRequest when the template refuses the messages."""
-        self._check(chat)
+        """The prompt's text, rendered here, without limits. Raises InvalidRequest when the template
+        refuses the messages."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        self.check(chat)
         try:
             rendered = render_jinja_template(
                 [chat.messages],
@@ -73,7 +94,8 @@ class ChatTemplate:
         conversations, _ = cast("tuple[list[str], Any]", rendered)
         return conversations[0]
 
-    def _check(self, chat: Chat) -> None:
+    def check(self, chat: Chat) -> None:
+        """Raises InvalidRequest or Unsupported for what no template is to be asked for."""
         if chat.add_generation_prompt and chat.continue_final_message:
             raise InvalidRequest(
                 "add_generation_prompt and continue_final_message exclude each other: a final "
@@ -83,7 +105,7 @@ class ChatTemplate:
         if chat.continue_final_message:
             _check_last(chat.messages[-1])
         for name in chat.template_kwargs:
-            if name in _RESERVED:
+            if name in RESERVED:
                 raise InvalidRequest(
                     f"{name!r} cannot be set through chat_template_kwargs",
                     param="chat_template_kwargs",

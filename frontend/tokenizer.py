@@ -1,17 +1,15 @@
 """Text to token ids and back, for one model.
 
-It does not know requests; encoding blocks and belongs on a thread (see EncodePool).
+It does not know requests; encoding blocks and belongs on a thread (see encode_pool).
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 
@@ -22,8 +20,7 @@ from frontend.detokenizer import (
     WindowDetokenizer,
 )
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
-
-Result = TypeVar("Result")
+from tidemill.sentencepiece import MODEL_FILE, tokenizer_json
 
 
 class Piece(NamedTuple):
@@ -31,12 +28,6 @@ class Piece(NamedTuple):
 
     text: str
     content: bytes
-
-
-_SHORT_CHARS = 2000
-"""Texts up to this length are encoded in place, in at most 0.5 ms: a busy event loop makes a
-thread wait 5 ms for the interpreter lock, several times (256 streams opened at once on two cores:
-3.0 s to the last first token through threads, 0.5 s in place)."""
 
 
 class Vocabulary(Protocol):
@@ -49,32 +40,9 @@ class Vocabulary(Protocol):
     def piece(self, token_id: int) -> Piece: ...
 
 
-class EncodePool:
-    """Threads on which long prompts are rendered and encoded, so that streams go on meanwhile.
-
-    The library releases the interpreter lock while it encodes, so two threads keep two cores
-    busy; more would only take time from the event loop.
-    """
-
-    def __init__(self, num_threads: int = 2) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="encode")
-
-    async def run(
-        self, work: Callable[..., Result], *args: Any, size: int | None = None, **kwargs: Any
-    ) -> Result:
-        """The result of `work`; `size` is the length of its text, None keeps it off the loop."""
-        if size is not None and size <= _SHORT_CHARS:
-            return work(*args, **kwargs)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
-
-    def close(self) -> None:
-        """Drops what has not begun; idempotent."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
 class TextTokenizer:
-    """A tokenizer folder: tokenizer.json, and what tokenizer_config.json says about templates.
+    """A tokenizer folder: tokenizer.json, or a SentencePiece model in its place, and what
+    tokenizer_config.json says about templates.
 
     `template_variables` are the special tokens by name, `chat_template` the template's text or
     None. Raises FailedPrecondition, saying what to do, when the folder cannot be used.
@@ -230,15 +198,18 @@ def _byte_alphabet() -> dict[str, int]:
 
 def _load(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
+    converted = None
     if not path.is_file():
-        raise FailedPrecondition(
-            f"no tokenizer.json in {folder}: put one there (transformers: "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(folder)) or name another folder "
-            "with --tokenizer",
-            reason="TOKENIZER_MISSING",
-        )
+        if not (folder / MODEL_FILE).is_file():
+            raise FailedPrecondition(
+                f"no tokenizer.json in {folder}: put one there (transformers: "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(folder)) or name another "
+                "folder with --tokenizer",
+                reason="TOKENIZER_MISSING",
+            )
+        converted = tokenizer_json(folder)
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(converted or path.read_text("utf-8"))
     except Exception as failure:  # the library raises bare Exception for a broken file
         raise FailedPrecondition(
             f"{path} is not a tokenizer: {failure}", reason="TOKENIZER_BROKEN"

@@ -41,7 +41,7 @@ def check_request(request: TextRequest, facts: EngineFacts, max_n: int) -> None:
         check_beam(request, options.beam, facts, max_n)
     _check_stops(options)
     _check_max_tokens(options)
-    _check_truncation(options)
+    check_truncation(options)
     check_ids("stop_token_ids", options.stop_token_ids, facts.vocab_size)
     check_ids("logit_bias", options.sampling.logit_bias, facts.vocab_size)
     for name, count in (
@@ -71,11 +71,7 @@ def fit(
     the room; what the client asked for must fit. Raises InvalidRequest context_length_exceeded.
     """
     limit, max_tokens = facts.max_model_len, options.sampling.max_tokens
-    keep = options.truncate_prompt_tokens
-    if keep is not None:
-        if keep == -1:  # one token stays even where there is no room, and is refused below
-            keep = max(1, limit - max(1, max_tokens or 1))
-        token_ids = token_ids[:keep] if options.truncation_side == "right" else token_ids[-keep:]
+    token_ids = truncated(token_ids, options, limit)
     if not token_ids:
         raise InvalidRequest(f"{param} is empty; it needs at least one token", param=param)
     if is_default and max_tokens is not None:
@@ -84,6 +80,16 @@ def fit(
     if len(token_ids) + max(1, asked) > limit:
         raise context_exceeded(param, len(token_ids), asked, limit)
     return token_ids, max_tokens
+
+
+def truncated(token_ids: list[int], options: Options, limit: int) -> list[int]:
+    """What `truncate_prompt_tokens` leaves of a prompt in a context of `limit` tokens."""
+    keep = options.truncate_prompt_tokens
+    if keep is None:
+        return token_ids
+    if keep == -1:  # one token stays even where there is no room, and is refused later
+        keep = max(1, limit - max(1, options.sampling.max_tokens or 1))
+    return token_ids[:keep] if options.truncation_side == "right" else token_ids[-keep:]
 
 
 def check_streamed(options: Options) -> None:
@@ -186,7 +192,8 @@ def _check_max_tokens(options: Options) -> None:
         )
 
 
-def _check_truncation(options: Options) -> None:
+def check_truncation(options: Options) -> None:
+    """Raises InvalidRequest naming what of it cannot be."""
     keep, side = options.truncate_prompt_tokens, options.truncation_side
     if keep is not None and keep < 1 and keep != -1:
         raise InvalidRequest(

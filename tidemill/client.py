@@ -21,11 +21,13 @@ Tools go around once more for every answer that calls some:
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, closing
 from types import TracebackType
 from typing import Any
 
 import grpc
 
+from tidemill.asked import Params
 from tidemill.conversation import Conversation, Fields
 from tidemill.exchange import (
     CallOptions,
@@ -34,16 +36,15 @@ from tidemill.exchange import (
     Filling,
     chat_fields,
     infill_fields,
-    metadata_of,
     text_fields,
-    timeout_of,
     to_completion,
     to_delta,
     to_filling,
     tokenize_fields,
 )
-from tidemill.runtime.rpc import channel_options, to_error
+from tidemill.runtime.rpc import channel_options
 from tidemill.sampling_params import SamplingParams
+from tidemill.transport import DEFAULT_RETRIES, AsyncCalls, Calls
 from tidemill.v1 import text_pb2 as pb
 from tidemill.v1 import text_pb2_grpc as rpc
 from tidemill.vectors import AsyncPoolCalls, PoolCalls
@@ -55,9 +56,13 @@ _MAX_MESSAGE_BYTES = 64 << 20
 class Client(PoolCalls):
     """A blocking client. Thread-safe; use as a context manager or call `close`."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, max_retries: int = DEFAULT_RETRIES
+    ) -> None:
+        """`max_retries`: how often a call is sent again where the server refused it before doing
+        anything and said when to come back; within the call's `timeout_s`."""
         self._channel = grpc.insecure_channel(address, options=channel_options(_MAX_MESSAGE_BYTES))
-        self._stub: Any = rpc.TextServiceStub(self._channel)
+        self._calls = Calls(rpc.TextServiceStub(self._channel), max_retries)
 
     def __enter__(self) -> Client:
         return self
@@ -77,7 +82,7 @@ class Client(PoolCalls):
     def generate(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> Completion:
         """Completes a text or token ids. Raises ServiceError."""
@@ -87,7 +92,7 @@ class Client(PoolCalls):
     def generate_stream(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> Iterator[Delta]:
         """The same in pieces; leaving the loop early stops the engine."""
@@ -97,7 +102,7 @@ class Client(PoolCalls):
     def chat(
         self,
         messages: Conversation,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> Completion:
         """Answers a conversation, with text, or calls of `options.tools`. Raises ServiceError."""
@@ -107,7 +112,7 @@ class Client(PoolCalls):
     def chat_stream(
         self,
         messages: Conversation,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> Iterator[Delta]:
         """The same in pieces; leaving the loop early stops the engine."""
@@ -150,33 +155,23 @@ class Client(PoolCalls):
         return self._call(method, getattr(pb, f"{method}Request")(**given), options)
 
     def _call(self, method: str, request: Any, options: CallOptions | None) -> Any:
-        try:
-            return getattr(self._stub, method)(
-                request, timeout=timeout_of(options), metadata=metadata_of(options)
-            )
-        except grpc.RpcError as failure:
-            raise to_error(failure) from failure
+        return self._calls.answer(method, request, options)
 
     def _stream(self, method: str, request: Any, options: CallOptions | None) -> Iterator[Delta]:
-        call = getattr(self._stub, method)(
-            request, timeout=timeout_of(options), metadata=metadata_of(options)
-        )
-        try:
-            for message in call:
+        with closing(self._calls.stream(method, request, options)) as messages:
+            for message in messages:
                 yield to_delta(message)
-        except grpc.RpcError as failure:
-            raise to_error(failure) from failure
-        finally:
-            call.cancel()
 
 
 class AsyncClient(AsyncPoolCalls):
     """A client for asyncio; make it inside the running loop. The methods are those of Client."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, max_retries: int = DEFAULT_RETRIES
+    ) -> None:
         options = channel_options(_MAX_MESSAGE_BYTES)
         self._channel = grpc.aio.insecure_channel(address, options=options)
-        self._stub: Any = rpc.TextServiceStub(self._channel)
+        self._calls = AsyncCalls(rpc.TextServiceStub(self._channel), max_retries)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -196,7 +191,7 @@ class AsyncClient(AsyncPoolCalls):
     async def generate(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> Completion:
         """Completes a text or token ids. Raises ServiceError."""
@@ -206,7 +201,7 @@ class AsyncClient(AsyncPoolCalls):
     def generate_stream(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> AsyncIterator[Delta]:
         """The same in pieces; leaving the loop early stops the engine."""
@@ -216,7 +211,7 @@ class AsyncClient(AsyncPoolCalls):
     async def chat(
         self,
         messages: Conversation,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> Completion:
         """Answers a conversation, with text, or calls of `options.tools`. Raises ServiceError."""
@@ -226,7 +221,7 @@ class AsyncClient(AsyncPoolCalls):
     def chat_stream(
         self,
         messages: Conversation,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         options: CallOptions | None = None,
     ) -> AsyncIterator[Delta]:
         """The same in pieces; leaving the loop early stops the engine."""
@@ -273,26 +268,11 @@ class AsyncClient(AsyncPoolCalls):
         return await self._call(method, getattr(pb, f"{method}Request")(**given), options)
 
     async def _call(self, method: str, request: Any, options: CallOptions | None) -> Any:
-        call = getattr(self._stub, method)(
-            request, timeout=timeout_of(options), metadata=metadata_of(options)
-        )
-        try:
-            return await call
-        except grpc.RpcError as failure:
-            raise to_error(failure) from failure
-        finally:
-            call.cancel()
+        return await self._calls.answer(method, request, options)
 
     async def _stream(
         self, method: str, request: Any, options: CallOptions | None
     ) -> AsyncIterator[Delta]:
-        call = getattr(self._stub, method)(
-            request, timeout=timeout_of(options), metadata=metadata_of(options)
-        )
-        try:
-            async for message in call:
+        async with aclosing(self._calls.stream(method, request, options)) as messages:
+            async for message in messages:
                 yield to_delta(message)
-        except grpc.RpcError as failure:
-            raise to_error(failure) from failure
-        finally:
-            call.cancel()  # leaving `async for` early does not end the call by itself

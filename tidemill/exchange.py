@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tidemill.asked import Params, beam_fields, sampling_fields
 from tidemill.conversation import (
     Conversation,
     Fields,
@@ -20,23 +21,8 @@ from tidemill.conversation import (
     tool_fields,
 )
 from tidemill.runtime.errors import InvalidRequest
-from tidemill.sampling_params import SamplingParams
-from tidemill.structured import constraint_of
+from tidemill.sampling_params import BeamSearchParams, SamplingParams
 
-_SCALARS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "allowed_token_ids",
-)
 _CHAT_ONLY = ("template", "tools", "tool_choice", "parallel_tool_calls")
 
 
@@ -52,6 +38,8 @@ class CallOptions:
     """Named in logs; default: the server's choice."""
     priority: int = 0
     """Higher runs sooner."""
+    fairness_key: str = ""
+    """Requests of one key share a turn, so that no key can starve the others."""
     cache_salt: str = ""
     """Prompts with different salts never share cached pages."""
     return_token_ids: bool = False
@@ -70,7 +58,7 @@ class CallOptions:
     parallel_tool_calls: bool = True
     """False: only the first call of an answer is told (chat only)."""
     traceparent: str = ""
-    """W3C trace context of the caller."""
+    """W3C trace context of the caller; default: OpenTelemetry's current span, if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +88,8 @@ class Completion:
     """Scores of the prompt, from its second token on, if they were asked for."""
     usage: Any
     timings: Any
+    prompt_token_ids: list[int] = field(default_factory=list)
+    """With `return_token_ids`: the prompt as the engine got it."""
 
     @property
     def text(self) -> str:
@@ -116,7 +106,8 @@ class Completion:
 class Delta:
     """One event of a stream: a choice's news, a canvas, or, last, the usage.
 
-    `prompt_logprobs` come once, with the first tokens of choice 0.
+    `prompt_logprobs` come once, with the first tokens of choice 0, `prompt_token_ids` with the
+    first event.
     """
 
     id: str
@@ -125,6 +116,7 @@ class Delta:
     canvas: Any
     usage: Any
     timings: Any
+    prompt_token_ids: list[int] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -147,7 +139,7 @@ class Filling:
 
 
 def text_fields(
-    prompt: str | Sequence[int], params: SamplingParams | None, options: CallOptions | None
+    prompt: str | Sequence[int], params: Params | None, options: CallOptions | None
 ) -> Fields:
     """Fields of a request for text; without `params` the engine's defaults and 16 tokens."""
     options = options or CallOptions()
@@ -158,7 +150,7 @@ def text_fields(
 
 
 def chat_fields(
-    messages: Conversation, params: SamplingParams | None, options: CallOptions | None
+    messages: Conversation, params: Params | None, options: CallOptions | None
 ) -> Fields:
     """Fields of a request for a chat; without `params` it may fill the context."""
     options = options or CallOptions()
@@ -201,6 +193,7 @@ def metadata_of(options: CallOptions | None) -> tuple[tuple[str, str], ...]:
     pairs = (
         ("x-request-id", given.request_id),
         ("x-priority", str(given.priority) if given.priority else ""),
+        ("x-fairness-key", given.fairness_key),
         ("traceparent", given.traceparent),
     )
     return tuple((name, value) for name, value in pairs if value)
@@ -215,6 +208,7 @@ def to_completion(answer: Any) -> Completion:
         prompt_logprobs=list(answer.prompt_logprobs),
         usage=answer.usage,
         timings=answer.timings,
+        prompt_token_ids=list(answer.prompt_token_ids),
     )
 
 
@@ -232,6 +226,7 @@ def to_delta(message: Any) -> Delta:
         canvas=message.canvas if message.HasField("canvas") else None,
         usage=message.usage if message.HasField("usage") else None,
         timings=message.timings if message.HasField("timings") else None,
+        prompt_token_ids=list(message.prompt_token_ids),
     )
 
 
@@ -271,22 +266,13 @@ def _chat_options(options: CallOptions) -> Fields:
     return chat
 
 
-def _options(params: SamplingParams, options: CallOptions) -> Fields:
-    asked = constraint_of(params.structured_outputs)
+def _options(params: Params, options: CallOptions) -> Fields:
     return {
+        **(
+            beam_fields(params) if isinstance(params, BeamSearchParams) else sampling_fields(params)
+        ),
         "model": options.model,
-        "sampling": {name: getattr(params, name) for name in _SCALARS},
-        "decoding": {"method": params.method or "", "params": params.knobs},
-        "stop": params.stop_strings,
-        "stop_token_ids": params.stop_token_ids,
-        "ignore_eos": params.ignore_eos,
-        "include_stop_str_in_output": params.include_stop_str_in_output,
-        "skip_special_tokens": params.skip_special_tokens,
-        "n": params.n,
-        "logprobs": {"top": params.logprobs, "prompt_top": params.prompt_logprobs},
         "cache_salt": options.cache_salt,
         "return_token_ids": options.return_token_ids,
         "emit_canvas": options.emit_canvas,
-        "bad_words": params.bad_words,
-        "constraint": None if asked is None else asked.message,
     }

@@ -20,6 +20,7 @@ from frontend.choosable import as_asked
 from frontend.request import Chat
 from frontend.template import load_template
 from frontend.tokenizer import TextTokenizer
+from tidemill.beams import BeamCalls
 from tidemill.keywords import engine_config
 from tidemill.offline import (
     Line,
@@ -39,7 +40,7 @@ from tidemill.structured import constraint_of
 from tidemill.vectors import Input, as_inputs
 
 
-class LLM:
+class LLM(BeamCalls):
     """A model with its engine.
 
     `model` is a built-in name, a folder or a hub id; the keywords are the fields of EngineConfig

@@ -69,3 +69,22 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     usage: RequestUsage
     finished: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchSequence:
+    """One beam; tokens and text are those of the prompt and the answer, without a stop token."""
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+    """Of the answer, a stop token included."""
+    finish_reason: str
+    """stop or length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchOutput:
+    """What `LLM.beam_search` finds for a prompt, the best first."""
+
+    sequences: list[BeamSearchSequence]

@@ -16,6 +16,7 @@ from frontend.gap import Gap, check_gap, check_suffix_ids, check_suffix_len, fit
 from frontend.messages import EngineFacts
 from frontend.request import Options, Sampling, TextRequest
 from frontend.tokenizer import TextTokenizer, Vocabulary
+from frontend.validation import check_truncation, truncated
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.sampling_params import SamplingParams
 
@@ -51,12 +52,25 @@ class PromptReader:
             )
         return self._tokenizer
 
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens; '' where there is no tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
     def read(self, prompt: Prompt, params: SamplingParams) -> TextPrompt:
         """Raises InvalidRequest, or Unsupported for a suffix where nothing can be filled in."""
+        read, suffix = self._read(prompt)
+        read = self._truncated(read, params)
+        return read._replace(gap=self._open_gap(read, suffix, params)) if suffix else read
+
+    def _read(self, prompt: Prompt) -> tuple[TextPrompt, Any]:
+        """The prompt, and the suffix that stands beside it."""
         if isinstance(prompt, str):
-            return TextPrompt(prompt, self.need_tokenizer().encode(prompt, add_special_tokens=True))
+            ids = self.need_tokenizer().encode(prompt, add_special_tokens=True)
+            return TextPrompt(prompt, ids), None
         if not isinstance(prompt, Mapping):
-            return TextPrompt(None, list(prompt))
+            return TextPrompt(None, list(prompt)), None
         unknown = [key for key in prompt if key not in _KEYS]
         if unknown:
             raise InvalidRequest(
@@ -67,19 +81,29 @@ class PromptReader:
         if "prompt_token_ids" in prompt:
             read = TextPrompt(prompt.get("prompt"), list(prompt["prompt_token_ids"]))
         elif "prompt" in prompt:
-            read = self.read(prompt["prompt"], params)
+            read, _ = self._read(prompt["prompt"])
         else:
             raise InvalidRequest(
                 "a prompt given as a dictionary needs `prompt` or `prompt_token_ids`",
                 param="prompt",
             )
-        suffix = prompt.get("suffix")
-        return read._replace(gap=self._open_gap(read, suffix, params)) if suffix else read
+        return read, prompt.get("suffix")
+
+    def _truncated(self, read: TextPrompt, params: SamplingParams) -> TextPrompt:
+        """The prompt without what `truncate_prompt_tokens` cuts off, whose text is then unknown."""
+        options = Options(
+            sampling=Sampling(max_tokens=params.max_tokens),
+            truncate_prompt_tokens=params.truncate_prompt_tokens,
+            truncation_side=params.truncation_side,
+        )
+        check_truncation(options)
+        kept = truncated(read.token_ids, options, self._facts.max_model_len)
+        return read if len(kept) == len(read.token_ids) else TextPrompt(None, kept)
 
     def _open_gap(self, prompt: TextPrompt, suffix: Any, params: SamplingParams) -> Gap:
         if not isinstance(suffix, str):
             raise InvalidRequest(f"suffix is {suffix!r}; it must be a text", param="suffix")
-        tokenizer, facts = self.need_tokenizer("suffix"), _as_heard(self._facts)
+        tokenizer, facts = self.need_tokenizer("suffix"), as_heard(self._facts)
         options = Options(sampling=Sampling(max_tokens=params.max_tokens))
         check_gap(TextRequest(prompts=(), options=options, suffix=suffix), facts)
         if params.max_tokens is None:
@@ -158,7 +182,7 @@ def with_suffixes(prefixes: Prompt | Sequence[Prompt], suffix: str | Sequence[st
     return [{"prompt": p, "suffix": s} for p, s in zip(listed, suffixes, strict=True)]
 
 
-def _as_heard(facts: CoreFacts) -> EngineFacts:
+def as_heard(facts: CoreFacts) -> EngineFacts:
     """What a frontend would be told of this engine."""
     return EngineFacts(
         instance_id="",

@@ -99,6 +99,10 @@ class SamplingParams:
     """Alternatives per generated token; 0 returns the chosen token's only."""
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens of the prompt; -1: as many as the context leaves beside the answer."""
+    truncation_side: str = "left"
+    """Where `truncate_prompt_tokens` cuts: left keeps the last tokens, right the first ones."""
     method: str | None = None
     """Decoding method; None is the model's own."""
     method_params: dict[str, Any] = field(default_factory=dict)
@@ -121,3 +125,19 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """A search for the likeliest answers, the same that transformers finds; `LLM.beam_search` takes
+    them, and the clients' `generate` and `chat` in the place of SamplingParams. Autoregressive
+    models only."""
+
+    beam_width: int
+    """Beams, all of which are returned, the best first."""
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+    """The sum of log-probabilities is divided by the length to the power of this."""
+    early_stopping: bool = False
+    """Take the first `beam_width` that end, instead of waiting for better ones."""

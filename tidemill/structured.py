@@ -22,13 +22,22 @@ _KINDS = {
 }
 
 
+class Reasoning(NamedTuple):
+    """Free text that begins with `start`, or has begun already where that is empty, up to `end`."""
+
+    start: str
+    end: str
+
+
 class Constraint(NamedTuple):
     """A grammar for the whole answer: `kind` is a field of the contract's Constraint, `text` what
-    stands in it (of choices their JSON list), `param` what the caller calls it."""
+    stands in it (of choices their JSON list), `param` what the caller calls it. `reasoning` may
+    stand in front of the answer."""
 
     kind: str
     text: str
     param: str
+    reasoning: Reasoning | None = None
 
     @classmethod
     def read(cls, kind: str, value: Any, param: str) -> Constraint:

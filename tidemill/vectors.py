@@ -14,7 +14,7 @@ from tidemill.conversation import Fields
 from tidemill.exchange import CallOptions
 from tidemill.runtime.errors import InvalidRequest
 
-_READ = ("model", "timeout_s", "request_id", "priority", "traceparent")
+_READ = ("model", "timeout_s", "request_id", "priority", "fairness_key", "traceparent")
 """The options that mean something where nothing is generated."""
 
 Input = str | Sequence[int]

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from engine_service.core.params import ConstraintSpec
+from engine_service.core.params import ConstraintSpec, ReasoningSpec
 from tidemill.runtime.errors import InvalidRequest, Unsupported
+from tidemill.sentencepiece import MODEL_FILE, tokenizer_json
 
 try:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer, StructTag, grammar_from
@@ -64,7 +65,8 @@ class LlGrammars:
     """core.constraint.Grammars."""
 
     def __init__(self, folder: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`folder` is to hold tokenizer.json, whose ids end before `vocab_size`.
+        """`folder` is to hold tokenizer.json or tokenizer.model, whose ids end before
+        `vocab_size`.
 
         It is read here and not with the first grammar: where the vocabulary is large that takes
         more than a second, in which the library lets no other thread run.
@@ -113,6 +115,8 @@ class LlGrammars:
             param = f"constraint.{spec.kind}"
             raise Unsupported(f"{param}: grammars are not served here; {self._absent}", param=param)
         grammar = _grammar(spec, self._tokenizer)
+        if spec.reasoning is not None:
+            grammar = _behind(spec.reasoning, grammar, self._tokenizer)
         made = LLMatcher(self._tokenizer, grammar, log_level=_SILENT)
         if made.is_error():
             raise _wrong(spec, made.get_error())
@@ -128,9 +132,13 @@ def _read_tokenizer(folder: str, vocab_size: int, eos_token_ids: list[int]) -> L
     if not _IS_INSTALLED:
         raise Unsupported("llguidance is not installed: pip install 'tidemill[engine]'")
     path = Path(folder, "tokenizer.json")
-    if not folder or not path.is_file():
+    if folder and path.is_file():
+        text = path.read_text()
+    elif folder and Path(folder, MODEL_FILE).is_file():
+        text = tokenizer_json(Path(folder))
+    else:
         raise Unsupported("there is no tokenizer.json: start the engine with --tokenizer FOLDER")
-    return LLTokenizer(path.read_text(), n_vocab=vocab_size, eos_token=eos_token_ids or None)
+    return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids or None)
 
 
 def _grammar(spec: ConstraintSpec, tokenizer: LLTokenizer) -> str:
@@ -162,8 +170,8 @@ def _of_choices(text: str) -> str:
 
 
 def _of_tags(text: str, tokenizer: LLTokenizer) -> str:
-    """{"structures": [{"begin", "schema", "end"}], "triggers": [...]}: free text in which whatever
-    begins with a trigger is one of the structures."""
+    """{"structures": [{"begin", "schema" or "lark", "end"}], "triggers": [...]}: free text in which
+    whatever begins with a trigger is one of the structures."""
     given = json.loads(text)
     triggers = given["triggers"]
     tags = []
@@ -172,14 +180,40 @@ def _of_tags(text: str, tokenizer: LLTokenizer) -> str:
         trigger = next((t for t in triggers if t and begin.startswith(t)), None)
         if trigger is None:
             raise ValueError(f"no trigger begins {begin!r}; name one in triggers")
-        schema = {"x-guidance": _SPACE, **one["schema"]}
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=one["end"]))
+        inner = one.get("lark") or {"x-guidance": _SPACE, **one["schema"]}
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=inner, end=one["end"]))
     if not tags:
         raise ValueError("structures is empty")
     specials = [_is_special(trigger, tokenizer) for trigger in triggers]
     if any(specials) and not all(specials):
         raise ValueError("triggers must all be special tokens of the model, or none of them")
     return StructTag.to_grammar(tags, assume_special=all(specials))
+
+
+def _behind(reasoning: ReasoningSpec, grammar: str, tokenizer: LLTokenizer) -> str:
+    """The grammar with the reasoning, and white space, in front of it."""
+    is_open = not reasoning.start
+    head = "" if is_open else _marker(reasoning.start, tokenizer)
+    is_special = _is_special(reasoning.end, tokenizer)
+    # Ordinary text ends where the marker comes first, which is what a lazy rule finds.
+    lark = f"""%llguidance {{}}
+start: {"think SPACE" if is_open else "(think SPACE)?"} @answer
+think: {head} rest
+rest{"" if is_special else "[lazy]"}: TEXT {_marker(reasoning.end, tokenizer)}
+TEXT: /(.|\\n)*/
+SPACE: /[ \\t\\r\\n]{{0,8}}/
+"""
+    is_json = grammar.startswith("{")
+    answer = json.loads(grammar)["grammars"] if is_json else [{"lark_grammar": grammar}]
+    answer[0]["name"] = "answer"
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *answer]})
+
+
+def _marker(text: str, tokenizer: LLTokenizer) -> str:
+    """A text in Lark, or the special token that it is."""
+    if _is_special(text, tokenizer):
+        return f"<[{tokenizer.tokenize_str(text, parse_special=True)[0]}]>"
+    return json.dumps(text)
 
 
 def _is_special(text: str, tokenizer: LLTokenizer) -> bool:

@@ -39,12 +39,20 @@ class SamplingParams:
     """Sequences of tokens that must not appear in the output."""
 
 
+class ReasoningSpec(NamedTuple):
+    """Free text that begins with `start`, or has begun already where that is empty, up to `end`."""
+
+    start: str
+    end: str
+
+
 class ConstraintSpec(NamedTuple):
     """A grammar that the whole output must follow; `kind` is a field of the contract's Constraint,
-    `text` what stands in it (of choices their JSON list)."""
+    `text` what stands in it (of choices their JSON list). `reasoning` may stand in front."""
 
     kind: str
     text: str
+    reasoning: ReasoningSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

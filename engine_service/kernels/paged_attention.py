@@ -26,6 +26,7 @@ from engine_service.kernels.paged_tiles import (
     load_queries,
     oldest,
     operands,
+    page_ids,
     see,
     store_output,
 )
@@ -97,7 +98,8 @@ def _long_kernel(
     sight, stop = see(position, query, count, kv_len, tl.load(spans.mask_block + span), B)
     keys = Keys(pages, spans.page_table + span.to(tl.int64) * table_stride, tl.program_id(1))
     start = oldest(position, B) // B.block_n * B.block_n if B.window else 0
-    sums = attend(q, fresh_sums(B), keys, sight, start, stop, rows.scale, B)
+    page = page_ids(keys, start, stop, B)
+    sums = attend(q, fresh_sums(B), keys, sight, page, start, stop, rows.scale, B)
     store_output(rows, sums, token + query, head, query < count, B)
 
 

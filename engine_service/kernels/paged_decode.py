@@ -29,6 +29,7 @@ from engine_service.kernels.paged_tiles import (
     load_queries,
     oldest,
     operands,
+    page_ids,
     see,
     store_output,
 )
@@ -222,13 +223,14 @@ def _short_kernel(
     if tl.program_id(2) >= used:
         return
     keys = Keys(pages, spans.page_table + span.to(tl.int64) * table_stride, tl.program_id(1))
+    page = page_ids(keys, start, stop, B)
     if B.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if count <= 0:
         return
     q = load_queries(rows, token + query, head, valid, B)
-    sums = attend(q, fresh_sums(B), keys, sight, start, stop, rows.scale, B)
+    sums = attend(q, fresh_sums(B), keys, sight, page, start, stop, rows.scale, B)
     if parts is None:
         store_output(rows, sums, token + query, head, valid, B)
     else:

@@ -207,7 +207,7 @@ def fresh_sums(B: tl.constexpr) -> Sums:
 
 
 @jit
-def _page_ids(keys: Keys, start: tl.tensor, stop: tl.tensor, B: tl.constexpr) -> tl.tensor:
+def page_ids(keys: Keys, start: tl.tensor, stop: tl.tensor, B: tl.constexpr) -> tl.tensor:
     """Pages of the keys [start, start + L): one id where no tile crosses a page, else [L]."""
     key = start
     if B.page_size % B.block_n != 0:
@@ -234,22 +234,23 @@ def attend(
     sums: Sums,
     keys: Keys,
     sight: Sight,
+    page: tl.tensor,
     start: tl.tensor,
     stop: tl.tensor,
     scale: tl.tensor,
     B: tl.constexpr,
 ) -> Sums:
-    """`sums` with the keys [start, stop) added; `start` is the first key of a tile."""
+    """`sums` with the keys [start, stop) added; `start` is the first key of a tile and `page` the
+    `page_ids` there."""
     acc, peak, total = sums
     column = tl.arange(0, B.block_n)
     # Tiles in [whole, whole_stop) are seen by every row and need no mask.
     whole = tl.max(sight.first) if B.window else start
     whole_stop = tl.min(sight.last) - B.block_n
     head_place = keys.head.to(tl.int64) * keys.pages.head_stride
-    page = _page_ids(keys, start, stop, B)
     for tile in tl.range(start, stop, B.block_n):
         # Read a turn ahead: the loads of keys and values would wait for it.
-        next_page = _page_ids(keys, tile + B.block_n, stop, B)
+        next_page = page_ids(keys, tile + B.block_n, stop, B)
         key = tile + column
         place = page.to(tl.int64) * keys.pages.page_stride + head_place
         if B.page_size % B.block_n == 0:

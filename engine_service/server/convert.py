@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct, Value
 
 from engine_service.core import messages as core
-from engine_service.core.params import ConstraintSpec, DecodingChoice, SamplingParams
+from engine_service.core.params import ConstraintSpec, DecodingChoice, ReasoningSpec, SamplingParams
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, Unsupported
 from tidemill.v1 import engine_pb2 as pb
 
@@ -86,7 +86,7 @@ def to_submit(
         deadline_ns=now + min(limits) if limits else None,
         emit_canvas=spec.emit_canvas,
         pinned=tuple((one.position, one.token_id) for one in spec.pinned),
-        constraint=_constraint(spec.constraint) if spec.HasField("constraint") else None,
+        constraint=_constraint(spec),
     )
 
 
@@ -149,7 +149,19 @@ def _sampling(spec: pb.GenerateSpec) -> SamplingParams:
     )
 
 
-def _constraint(given: pb.Constraint) -> ConstraintSpec:
+def _constraint(spec: pb.GenerateSpec) -> ConstraintSpec | None:
+    reasoning = None
+    if spec.HasField("reasoning"):
+        reasoning = ReasoningSpec(spec.reasoning.start, spec.reasoning.end)
+        if not (reasoning.end and spec.HasField("constraint")):
+            raise InvalidRequest(
+                "reasoning needs an end, and a constraint that holds behind it; set both, or leave "
+                "it out",
+                param="reasoning",
+            )
+    if not spec.HasField("constraint"):
+        return None
+    given = spec.constraint
     kind = given.WhichOneof("grammar")
     if kind is None or (kind == "json_object" and not given.json_object):
         raise InvalidRequest(
@@ -157,7 +169,7 @@ def _constraint(given: pb.Constraint) -> ConstraintSpec:
             param="constraint",
         )
     text = json.dumps(list(given.choice.values)) if kind == "choice" else getattr(given, kind)
-    return ConstraintSpec(kind, "" if kind == "json_object" else text)
+    return ConstraintSpec(kind, "" if kind == "json_object" else text, reasoning)
 
 
 def _plain(struct: Struct) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": usage.reasoning_tokens,
             "forward_passes": usage.forward_passes,
             "denoise_steps": usage.denoise_steps,
         },

@@ -108,7 +108,8 @@ class GenerationBody(Body):
     in front; of several tokens each only where tokens are decided from the left."""
     response_format: dict[str, Any] | None = None
     """text, json_object, json_schema, or structural_tag with structures and triggers. The answer
-    follows the schema from its first token on, and ends where it is complete."""
+    follows the schema from its first token on, behind the reasoning if the model reasons, and ends
+    where it is complete."""
     structured_outputs: StructuredOutputsBody | None = None
     """vLLM's form: exactly one of json, regex, choice, grammar, json_object, structural_tag."""
     guided_json: dict[str, Any] | str | None = None

@@ -127,7 +127,7 @@ def _usage_of(usage: Usage) -> dict[str, Any]:
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.output_tokens,
         "output_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": usage.reasoning_tokens,
             "forward_passes": usage.forward_passes,
             "denoise_steps": usage.denoise_steps,
         },

@@ -35,14 +35,6 @@ from tidemill.runtime.errors import ServiceError
 def build_http(desk: FrontDesk) -> FastAPI:
     """The ASGI application that serves `desk`."""
     app = DocumentedApp(title="Tidemill", version=__version__)
-    app.include_router(admin_routes(desk))
-    app.include_router(embeddings_routes(desk))
-    app.include_router(health_routes(desk))
-    app.include_router(job_routes(desk))
-    app.include_router(messages_routes(desk))
-    app.include_router(rerank_routes(desk))
-    app.include_router(responses_routes(desk))
-    app.include_router(page_routes(desk))
 
     @app.post("/v1/chat/completions", openapi_extra=documented(ChatBody))
     async def create_chat_completion(request: Request) -> Response:
@@ -63,6 +55,16 @@ def build_http(desk: FrontDesk) -> FastAPI:
             return EventStream(completions.stream(desk, body, ingress))
         work = completions.complete(desk, body, ingress)
         return JsonResponse(await unless_gone(request.receive, work))
+
+    # Behind those above, which are asked most: routes are tried one after the other.
+    app.include_router(admin_routes(desk))
+    app.include_router(embeddings_routes(desk))
+    app.include_router(health_routes(desk))
+    app.include_router(job_routes(desk))
+    app.include_router(messages_routes(desk))
+    app.include_router(rerank_routes(desk))
+    app.include_router(responses_routes(desk))
+    app.include_router(page_routes(desk))
 
     async def answer_failure(request: Request, failure: Exception) -> Response:
         return error_response(to_service_error(failure, request), request.url.path)

@@ -6,7 +6,7 @@ It does not know formats (tools/, reasoning/), tokens or the faces.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -38,6 +38,13 @@ class Arguments(NamedTuple):
     text: str
 
 
+class Span(NamedTuple):
+    """Characters of an output, counted from its beginning; `end` is behind the last one."""
+
+    start: int
+    end: int
+
+
 Event = Content | Reasoning | CallBegun | Arguments
 
 
@@ -60,6 +67,11 @@ class OutputParser(Protocol):
 
     def finish(self) -> list[Event]:
         """What is left, when the output has ended. Call once, last."""
+        ...
+
+    @property
+    def reasoned(self) -> Sequence[Span]:
+        """Where in the text up to now the reasoning stands, in order."""
         ...
 
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import ClassVar, TypeAlias, TypeVar
 
-from frontend.parsers.base import Content, Event, Reasoning, ToolSpec, new_call_id
+from frontend.parsers.base import Content, Event, Reasoning, Span, ToolSpec, new_call_id
 from frontend.parsers.writer import Writer
 
 Result = TypeVar("Result")
@@ -65,12 +65,17 @@ class GrammarParser(ABC):
         self._tools = {tool.name: tool for tool in tools}
         self._out = Writer(new_id)
         self._unread, self._at = "", 0
+        self._num_dropped = 0
+        """Characters of the text in front of `_unread`."""
+        self.reasoned: list[Span] = []
+        """See OutputParser."""
         self._has_ended = False
         self._held: list[str] | None = None
         self._steps = self._read()
 
     def feed(self, text: str) -> list[Event]:
         """See OutputParser."""
+        self._num_dropped += self._at
         self._unread, self._at = self._unread[self._at :] + text, 0
         next(self._steps, None)
         return self._out.take()
@@ -174,6 +179,14 @@ class GrammarParser(ABC):
         self._out.text(Content, text)
 
     def _think(self, text: str) -> None:
+        """`text` is what was taken last."""
+        if not text:
+            return
+        end = self._num_dropped + self._at
+        start = end - len(text)
+        if self.reasoned and self.reasoned[-1].end == start:
+            start = self.reasoned.pop().start
+        self.reasoned.append(Span(start, end))
         self._out.text(Reasoning, text)
 
     def _hold(self, taken: str = "") -> None:

@@ -9,18 +9,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from frontend.parsers.base import Content, Event, OutputParser, ToolSpec
+from frontend.parsers.base import Content, Event, OutputParser, Span, ToolSpec
 from frontend.parsers.grammar import GrammarParser
 from frontend.parsers.reasoning.granite import GraniteParser
 from frontend.parsers.reasoning.think import BracketThinkParser, ThinkTagsParser
 from frontend.parsers.tools.deepseek import DeepSeekParser
+from frontend.parsers.tools.deepseek_v32 import DeepSeekV32Parser
+from frontend.parsers.tools.glm import GlmParser
 from frontend.parsers.tools.harmony import HarmonyParser
 from frontend.parsers.tools.hermes import HermesParser
+from frontend.parsers.tools.kimi_k2 import KimiK2Parser
 from frontend.parsers.tools.llama3_json import Llama3JsonParser
+from frontend.parsers.tools.minimax_m2 import MiniMaxM2Parser
 from frontend.parsers.tools.mistral import MistralParser
 from frontend.parsers.tools.pythonic import PythonicParser
 from frontend.parsers.tools.qwen3_coder import Qwen3CoderParser
 from tidemill.runtime.errors import FailedPrecondition
+from tidemill.structured import Reasoning
 
 AUTO, NONE = "auto", "none"
 
@@ -38,6 +43,13 @@ TOOL_PARSERS: Mapping[str, type[GrammarParser]] = MappingProxyType(
         "deepseekv3": DeepSeekParser,
         "deepseek_v31": DeepSeekParser,
         "deepseekv31": DeepSeekParser,
+        "deepseek_v32": DeepSeekV32Parser,
+        "deepseekv32": DeepSeekV32Parser,
+        "glm45": GlmParser,
+        "glm47": GlmParser,
+        "kimi_k2": KimiK2Parser,
+        "minimax_m2": MiniMaxM2Parser,
+        "minimax-m2": MiniMaxM2Parser,
         "openai": HarmonyParser,
         "gpt-oss": HarmonyParser,
         "pythonic": PythonicParser,
@@ -52,6 +64,13 @@ class ReasoningStyle:
 
     parser: type[GrammarParser]
     begins_inside: bool = False
+
+    def is_inside(self, prompt: str) -> bool:
+        """Whether an output behind `prompt` begins inside of the reasoning."""
+        shown = None
+        if issubclass(self.parser, ThinkTagsParser):
+            shown = self.parser.begins_inside(prompt)
+        return self.begins_inside if shown is None else shown
 
 
 _THINK = ReasoningStyle(ThinkTagsParser)
@@ -77,16 +96,19 @@ REASONING_PARSERS: Mapping[str, ReasoningStyle] = MappingProxyType(
 
 _TOOL_SIGNS = (
     ("<|channel|>", "openai"),
+    ("｜DSML｜", "deepseek_v32"),  # noqa: RUF001
     ("<｜tool▁call▁begin｜>", "deepseek_v3"),  # noqa: RUF001
+    ("<|tool_call_begin|>", "kimi_k2"),
+    ("<minimax:tool_call>", "minimax_m2"),
     ("[TOOL_CALLS]", "mistral"),
     ("<function=", "qwen3_coder"),
-    ("<arg_key>", NONE),
+    ("<arg_key>", "glm45"),
     ("<tool_call>", "hermes"),
     ("[func_name1(", "pythonic"),
     ('"parameters": dictionary of argument name', "llama3_json"),
     ("<|python_tag|>", "llama3_json"),
 )
-"""What a template says of calls, the first sign counts. GLM's calls (<arg_key>) are not read."""
+"""What a template says of calls, the first sign counts."""
 _REASONING_SIGNS = (
     ("<|channel|>", "openai_gptoss"),
     ("[THINK]", "mistral"),
@@ -117,17 +139,28 @@ class OutputFormat:
             return None if reads_calls is None else reads_calls(tools)
         first: GrammarParser
         if issubclass(style.parser, ThinkTagsParser):
-            shown = style.parser.begins_inside(prompt)
-            first = style.parser(is_inside=style.begins_inside if shown is None else shown)
+            first = style.parser(is_inside=style.is_inside(prompt))
         else:
             first = style.parser(tools)
-        return first if reads_calls is None else _InTurn(first, reads_calls(tools))
+        return first if reads_calls is None else InTurn(first, reads_calls(tools))
+
+    def reasoning_behind(self, prompt: str) -> Reasoning | None:
+        """What may stand between `prompt` (its end will do) and an answer that follows a grammar;
+        None where nothing may, or where tags do not tell."""
+        style = self.reasoning
+        if style is None or not issubclass(style.parser, ThinkTagsParser):
+            return None
+        if style.parser.begins_inside(prompt) is False:
+            return None
+        start = "" if style.is_inside(prompt) else style.parser.start
+        return Reasoning(start, style.parser.end)
 
 
-class _InTurn:
+class InTurn:
     """Calls are looked for in what the reasoning's parser leaves as content."""
 
     def __init__(self, first: OutputParser, second: OutputParser) -> None:
+        """`first` reads the output, `second` what it says is content."""
         self._first = first
         self._second = second
 
@@ -138,6 +171,11 @@ class _InTurn:
     def finish(self) -> list[Event]:
         """See OutputParser."""
         return [*self._pass_on(self._first.finish()), *self._second.finish()]
+
+    @property
+    def reasoned(self) -> Sequence[Span]:
+        """See OutputParser."""
+        return self._first.reasoned
 
     def _pass_on(self, events: list[Event]) -> list[Event]:
         passed: list[Event] = []

@@ -20,14 +20,15 @@ STUB_IMPORTERS = (
     (r"frontend/api/grpc_text\w*\.py", r"(engine|text)_pb2(_grpc)?"),
     (r"tidemill/client\.py", r"(engine|text)_pb2(_grpc)?"),
     (r"tidemill/commands/engine_state\.py", r"engine_pb2(_grpc)?"),
-    (r"tidemill/bench/stack\.py", r"engine_pb2(_grpc)?"),
+    (r"tidemill/bench/(stack|clock_engine)\.py", r"engine_pb2(_grpc)?"),
+    (r"tidemill/bench/chats\.py", r"(engine|text)_pb2"),
     (r"tidemill/runtime/\w+\.py", r"\w+_pb2_grpc"),
 )
 """Which files may import which generated modules; nobody else may import any."""
 
 OPTIONAL_WHEELS = {
     "flash_attn", "flash_attn_interface", "grpc_reflection", "huggingface_hub", "opentelemetry",
-    "tqdm", "transformers",
+    "sentencepiece", "tqdm", "transformers",
 }  # fmt: skip
 """What only some installations have, or only some runs need."""
 

@@ -49,13 +49,18 @@ class Served:
         return self.process.wait(START_S)
 
     def children(self) -> dict[str, int]:
-        """Module name to pid of everything that was started, ranks included."""
-        found, parents = {}, [self.process.pid]
+        """Module name to pid of every service, ranks included."""
+        return {name: pid for name, pid in self.descendants().items() if "multipro" not in name}
+
+    def descendants(self) -> dict[str, int]:
+        """The same of everything that was started, also in which templates are rendered."""
+        found, parents = dict[str, int](), [self.process.pid]
         while parents:
             parent = parents.pop()
             for text in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
                 words = Path(f"/proc/{text}/cmdline").read_bytes().decode().split("\0")
-                found[words[2]] = int(text)
+                name = words[2] if words[1] == "-m" else f"{words[2]} {text}"
+                found[name] = int(text)
                 parents.append(int(text))
         return found
 
@@ -102,8 +107,9 @@ def test_ready_answers_and_leaves_when_asked(tmp_path: Path) -> None:
             over_grpc = client.chat(body["messages"], SamplingParams(temperature=0.0)).text
         assert over_http == over_grpc != ""
 
-        children = served.children()
-        assert children.keys() == {"engine_service", "engine_service.rank", "frontend"}
+        assert served.children().keys() == {"engine_service", "engine_service.rank", "frontend"}
+        children = served.descendants()
+        assert sum("forkserver" in name for name in children) == 2, "a template's process"
         served.process.send_signal(signal.SIGTERM)
         assert served.wait_end() == 0, served.err
         assert_gone(children)
@@ -120,7 +126,7 @@ def test_ready_answers_and_leaves_when_asked(tmp_path: Path) -> None:
 def test_says_which_service_died_and_ends_the_rest(tmp_path: Path, victim: str, words: str) -> None:
     with serve(tmp_path, "demo", "--executor=simulated", *FREE_PORTS) as served:
         served.wait_ready()
-        children = served.children()
+        children = served.descendants()
         os.kill(children[victim], signal.SIGKILL)
         assert served.wait_end() == 1
         assert re.search(f"tidemill serve: {words}", served.err), served.err
@@ -130,7 +136,7 @@ def test_says_which_service_died_and_ends_the_rest(tmp_path: Path, victim: str, 
 def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     with serve(tmp_path, "demo", "--executor=simulated", *FREE_PORTS) as served:
         served.wait_ready()
-        children = served.children()
+        children = served.descendants()
         served.process.kill()
         assert_gone(children)
 

@@ -204,9 +204,9 @@ def test_what_does_not_compile_is_named(llm: LLM, name: str) -> None:
 
 
 def test_an_engine_without_a_tokenizer_or_a_model_says_so(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"")
+    (tmp_path / "tokenizer.model").write_bytes(b"nothing")
     llm = LLM("demo", tokenizer=str(tmp_path), skip_tokenizer_init=True, max_model_len=512)
-    with pytest.raises(Unsupported, match=r"there is no tokenizer\.json") as caught:
+    with pytest.raises(Unsupported, match=r"tokenizer\.model cannot be") as caught:
         run(llm, [params({"regex": "a"})], [1, 2])
     assert caught.value.param == "structured_outputs.regex"
     simulated = LLM("demo", executor="simulated", skip_tokenizer_init=True, max_model_len=512)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tidemill.llm import LLM
-from tidemill.sampling_params import SamplingParams
+from tidemill.sampling_params import SamplingParams, StructuredOutputsParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,6 +21,7 @@ KINDS = {
         {"temperature": 0.0, "repetition_penalty": 1.2},
         {"temperature": 0.5, "logit_bias": {65: 3.0}, "min_tokens": 9},
         {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.0, "structured_outputs": StructuredOutputsParams(regex="[a-f ]{200}")},
     ],
     "demo-block": [
         {"temperature": 0.0},

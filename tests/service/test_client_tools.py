@@ -156,12 +156,15 @@ async def test_choices_of_tools(tmp_path: Path) -> None:
             with pytest.raises(InvalidRequest, match="leave out one of them") as refused:
                 await client.chat(said, also, forced)
             assert refused.value.param == "tool_choice"
-        written = "<think>{}</think>"
+        written = "<think>{}</think>[]"
         free = await client.chat(written)
-        assert (free.text, free.choices[0].reasoning) == ("", "{}")
+        assert (free.text, free.choices[0].reasoning) == ("[]", "{}")
+        assert not served.engine.submits[-1].HasField("reasoning")
         held = SamplingParams(structured_outputs=StructuredOutputsParams(json={}), max_tokens=99)
         bound = await client.chat(written, held)
-        assert (bound.text, bound.choices[0].reasoning) == (written, "")
+        assert (bound.text, bound.choices[0].reasoning) == ("[]", "{}")
+        asked = served.engine.submits[-1].reasoning
+        assert (asked.start, asked.end) == ("<think>", "</think>")
         strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
         await client.chat("a", options=CallOptions(tools=[strict]))
         tag = json.loads(served.engine.submits[-1].constraint.structural_tag)

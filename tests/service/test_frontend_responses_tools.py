@@ -69,6 +69,8 @@ async def test_reasoning_and_calls_are_items(tmp_path: Path, streams: bool, per_
     assert shown(every) == [REASONED, SPOKEN, *CALLED]
     assert every.status == "completed"
     assert every.output_text == "It is."
+    assert every.usage is not None
+    assert every.usage.output_tokens_details.reasoning_tokens == len("hm é".encode())
     assert len({item.id for item in every.output}) == 4
     assert len({getattr(item, "call_id", 0) for item in every.output}) == 3
     assert shown(first) == [REASONED, SPOKEN, CALLED[0]]

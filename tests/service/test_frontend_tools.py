@@ -46,6 +46,11 @@ async def serving(folder: Path, template: str = TEMPLATE, **fields: Any) -> Asyn
         yield served
 
 
+def byte_length(text: str) -> int:
+    """Tokens of a text."""
+    return len(byte_tokenizer().encode(text, add_special_tokens=False).ids)
+
+
 def sdk(served: Stack) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
 
@@ -95,6 +100,9 @@ async def test_a_whole_answer_has_its_parts(tmp_path: Path) -> None:
     assert choice.message.model_extra is not None
     assert choice.message.model_extra["reasoning_content"] == "Where? <b>"
     assert choice.message.model_extra["reasoning"] == "Where? <b>"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == byte_length("\nWhere? <b>\n")
     calls = choice.message.tool_calls or []
     assert [c.type for c in calls] == ["function"] * 2
     assert [c.function.name for c in calls] == ["get_weather"] * 2

@@ -79,6 +79,28 @@ def test_the_stack_delivers_what_its_model_computes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_frontend_carries_streams(tmp_path: Path) -> None:
+    """Tokens per second in one process, and that the clients who counted them had time to spare."""
+
+    def measure() -> dict[str, Any]:
+        figures = bench(tmp_path, "frontend", "--frontends=1")["1_frontend"]
+        clients = [load["cpu_share"]["busiest client"] for load in figures.values()]
+        return {
+            "SSE": figures["SSE streams"]["tokens_per_s"],
+            "gRPC": figures["gRPC streams"]["tokens_per_s"],
+            "client": max(clients),
+        }
+
+    bars: dict[str, Callable[[float], bool]] = {
+        "SSE": lambda rate: rate >= 25_000,
+        "gRPC": lambda rate: rate >= 25_000,
+        "client": lambda share: share <= 0.7,
+    }
+    tries = attempts(measure, bars)
+    assert not tries[-1], f"missed: {tries}"
+
+
+@pytest.mark.slow
 def test_demo_is_as_fast_as_its_peer(tmp_path: Path) -> None:
     bars: dict[str, Callable[[float], bool]] = {"ratio_to_peer": lambda ratio: ratio >= 1.0}
     flags = ("--model=demo", f"--threads={THREADS}")

@@ -15,6 +15,7 @@ from frontend.parsers.tools.mistral import MistralParser
 from frontend.parsers.tools.pythonic import PythonicParser
 from frontend.parsers.tools.qwen3_coder import Qwen3CoderParser
 from tests.unit.parser_driver import Sample, ids, of
+from tests.unit.parser_samples_tagged import DEEPSEEK_V32, GLM, KIMI, MINIMAX
 from tests.unit.reasoning_samples import REASONING
 
 
@@ -378,6 +379,10 @@ SAMPLES = {
     "llama3_json": LLAMA3,
     "mistral": MISTRAL,
     "deepseek": DEEPSEEK,
+    "deepseek_v32": DEEPSEEK_V32,
+    "glm": GLM,
+    "kimi_k2": KIMI,
+    "minimax_m2": MINIMAX,
     "pythonic": PYTHONIC,
     "harmony": HARMONY,
     "bare": BARE,

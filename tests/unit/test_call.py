@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
 from frontend.call import MAX_UNREAD_BYTES, Call
 from frontend.messages import Canvas, Finish, FinishReason, Timings, TokenLogprobs, Usage
+from frontend.rounds import Reader
 from tidemill.runtime.errors import EngineDead, Overloaded
 
 FINISH = Finish(FinishReason.LENGTH, None, "", Usage(), Timings())
@@ -20,13 +20,23 @@ class Wire:
     def __init__(self) -> None:
         self.released: list[tuple[list[int], bool]] = []
         self.stopped: list[tuple[int, int, str]] = []
+        self.announced: list[Reader] = []
+        self.is_busy = False
+
+    def put(self, reader: Reader) -> None:
+        self.announced.append(reader)
+        if not self.is_busy:
+            reader.wake()
+
+    def back(self, reader: Reader) -> None:
+        pass
 
     def call(self, *handles: int) -> Call:
         return Call(
             handles,
             release=lambda handles, abort: self.released.append((handles, abort)),
             stop=lambda *told: self.stopped.append(told),
-            announce=lambda wake: wake(),
+            rounds=self,
         )
 
 
@@ -67,21 +77,55 @@ async def test_reading_waits_for_news() -> None:
     assert not call.is_live
 
 
-async def test_a_late_wake_for_news_that_were_read_wakes_nobody() -> None:
-    announced: list[Callable[[], None]] = []
-    call = Call((1,), release=lambda *_: None, stop=lambda *_: None, announce=announced.append)
-    call.add_tokens(0, [1])
-    call.add_tokens(0, [2])
-    assert (await call.read())[0].token_ids == [1, 2]
+async def test_news_are_announced_once_and_read_when_they_may_be() -> None:
+    wire = Wire()
+    call = wire.call(1)
+    wire.is_busy = True
     reading = asyncio.create_task(call.read())
-    await asyncio.sleep(0)
-    (wake,) = announced
-    wake()
-    await asyncio.sleep(0)
+    for step in range(3):
+        call.add_tokens(0, [step])
+        await asyncio.sleep(0)
+    assert wire.announced == [call]
     assert not reading.done()
+    assert call.wake()
+    assert (await reading)[0].token_ids == [0, 1, 2]
+    assert not call.wake(), "nobody waits"
     call.add_tokens(0, [3])
-    announced[1]()
-    assert (await reading)[0].token_ids == [3]
+    assert wire.announced == [call, call]
+    assert (await call.read())[0].token_ids == [3]
+
+
+async def test_a_patient_reader_is_woken_for_the_last_finish() -> None:
+    wire = Wire()
+    call, arrived = wire.call(1, 2), list[int]()
+    call.wait_for_all(arrived.append)
+    reading = asyncio.create_task(call.read())
+    for index in (0, 1):
+        call.add_tokens(index, [index])
+        call.add_tokens(index, [index])
+        assert wire.announced == []
+        call.finish(index, FINISH)
+    first, second = await reading
+    assert (first.token_ids, second.token_ids) == ([0, 0], [1, 1])
+    assert wire.announced == [call]
+    assert arrived == [0, 0, 1, 1]
+
+
+async def test_a_patient_reader_is_woken_by_errors_and_by_a_mailbox_that_fills_up() -> None:
+    wire = Wire()
+    call = wire.call(1)
+    call.wait_for_all(lambda index: None)
+    for _ in range(100):
+        call.add_tokens(0, [0] * 10_000)
+        if wire.announced:
+            await call.read()
+            wire.announced.clear()
+    assert call.is_live
+    call.add_tokens(0, [1])
+    call.fail(EngineDead("gone"))
+    await call.read()
+    with pytest.raises(EngineDead):
+        await call.read()
 
 
 async def test_what_arrived_is_read_before_the_error() -> None:

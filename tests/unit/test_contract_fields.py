@@ -128,7 +128,12 @@ def of_call(request: engine_pb2.GenerateRequest) -> object:
     )
 
 
-SPEC = engine_pb2.GenerateSpec(request_id="base", prompt_token_ids=pack([1]))
+SPEC = engine_pb2.GenerateSpec(
+    request_id="base",
+    prompt_token_ids=pack([1]),
+    constraint=engine_pb2.Constraint(regex="a"),
+    reasoning=engine_pb2.Reasoning(end="b"),  # which nothing but its end allows
+)
 TEXT = {"prompt": {"text": "base"}}
 CHAT = {"messages": [{"role": "assistant", "parts": [{"text": "a"}]}]}
 CALLING = {**CHAT, "chat": {"tools": [{"name": "f"}]}}

@@ -84,7 +84,7 @@ def test_every_field_of_the_contract_is_served_or_refused() -> None:
     served = {
         "request_id", "prompt_token_ids", "sampling", "decoding", "stop", "logprobs",
         "cache_salt", "priority", "timeout_ms", "traceparent", "tracestate", "choice",
-        "emit_canvas", "pinned", "constraint",
+        "emit_canvas", "pinned", "constraint", "reasoning",
     }  # fmt: skip
     hints = {"prompt_digest", "group"}  # for routers and logs; they ask nothing of an engine
     fields = {field.name for field in pb.GenerateSpec.DESCRIPTOR.fields}
@@ -105,12 +105,22 @@ def test_what_restricts_the_tokens() -> None:
     assert set(CONSTRAINTS) == {field.name for field in pb.Constraint.DESCRIPTOR.fields}
     for kind, (fields, text) in CONSTRAINTS.items():
         spec = pb.GenerateSpec(constraint=pb.Constraint(**fields))  # type: ignore[arg-type]
-        assert to_submit(spec).constraint == (kind, text)
+        assert to_submit(spec).constraint == (kind, text, None)
+        spec.reasoning.start, spec.reasoning.end = "<think>", "</think>"
+        assert to_submit(spec).constraint == (kind, text, ("<think>", "</think>"))
     assert to_submit(pb.GenerateSpec()).constraint is None
     for empty in (pb.Constraint(), pb.Constraint(json_object=False)):
         with pytest.raises(InvalidRequest, match="names no grammar") as caught:
             to_submit(pb.GenerateSpec(constraint=empty))
         assert caught.value.param == "constraint"
+    bare = pb.GenerateSpec(reasoning=pb.Reasoning(end="</think>"))
+    endless = pb.GenerateSpec(
+        constraint=pb.Constraint(regex="a"), reasoning=pb.Reasoning(start="<think>")
+    )
+    for spec in (bare, endless):
+        with pytest.raises(InvalidRequest, match="reasoning needs") as caught:
+            to_submit(spec)
+        assert caught.value.param == "reasoning"
     words = [pb.TokenSequence(token_ids=[1, 2]), pb.TokenSequence(token_ids=[3])]
     sampling = pb.SamplingParams(allowed_token_ids=[4, 5], bad_words=words)
     read = to_submit(pb.GenerateSpec(sampling=sampling)).sampling

@@ -8,13 +8,18 @@ from frontend.parsers.base import parse_whole
 from frontend.parsers.reasoning.think import ThinkTagsParser
 from frontend.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, output_format
 from frontend.parsers.tools.deepseek import DeepSeekParser
+from frontend.parsers.tools.deepseek_v32 import DeepSeekV32Parser
+from frontend.parsers.tools.glm import GlmParser
 from frontend.parsers.tools.harmony import HarmonyParser
 from frontend.parsers.tools.hermes import HermesParser
+from frontend.parsers.tools.kimi_k2 import KimiK2Parser
 from frontend.parsers.tools.llama3_json import Llama3JsonParser
+from frontend.parsers.tools.minimax_m2 import MiniMaxM2Parser
 from frontend.parsers.tools.mistral import MistralParser
 from frontend.parsers.tools.pythonic import PythonicParser
 from frontend.parsers.tools.qwen3_coder import Qwen3CoderParser
 from tests.unit.parser_driver import TOOLS, cut, in_pieces, told
+from tests.unit.template_styles import source
 from tidemill.runtime.errors import FailedPrecondition
 
 BOTH = (
@@ -28,7 +33,10 @@ BOTH = (
     [
         ('within <tool_call></tool_call> XML tags:\\n{\\"name\\": <function-name>', HermesParser),
         ("<tool_call>\\n<function=example_function_name>\\n<parameter=", Qwen3CoderParser),
-        ("<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>", None),
+        ("<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>", GlmParser),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>{{ call.id }}", KimiK2Parser),
+        ("{%- set begin = '<minimax:tool_call>' %}", MiniMaxM2Parser),
+        ("<｜DSML｜function_calls>", DeepSeekV32Parser),  # noqa: RUF001
         ("{{- '<|python_tag|>' + tool_call.name }}", Llama3JsonParser),
         ('{"name": function name, "parameters": dictionary of argument name', Llama3JsonParser),
         ("[func_name1(params_name1=params_value1)]", PythonicParser),
@@ -42,6 +50,27 @@ BOTH = (
 def test_the_template_shows_how_calls_are_written(template: str | None, kind: object) -> None:
     assert output_format("auto", "auto", template).tools is kind
     assert output_format("none", "auto", template).tools is None
+
+
+@pytest.mark.parametrize(
+    ("style", "tools", "reasoning"),
+    [
+        ("qwen3", "hermes", "qwen3"),
+        ("llama3", "llama3_json", "none"),
+        ("mistral", "mistral", "none"),
+        ("deepseek", "deepseek_v3", "qwen3"),
+        ("deepseek_v32", "deepseek_v32", "qwen3"),
+        ("glm", "glm45", "qwen3"),
+        ("kimi", "kimi_k2", "none"),
+        ("minimax", "minimax_m2", "qwen3"),
+        ("harmony", "openai", "openai_gptoss"),
+        ("granite", "none", "granite"),
+        ("gemma", "none", "none"),
+    ],
+)
+def test_whole_templates_show_it_too(style: str, tools: str, reasoning: str) -> None:
+    found = output_format("auto", "auto", source(style))
+    assert found == output_format(tools, reasoning, None)
 
 
 @pytest.mark.parametrize(

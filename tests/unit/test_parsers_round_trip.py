@@ -15,9 +15,13 @@ from hypothesis import strategies as st
 from frontend.parsers.base import ToolSpec
 from frontend.parsers.grammar import GrammarParser
 from frontend.parsers.tools.deepseek import DeepSeekParser
+from frontend.parsers.tools.deepseek_v32 import DeepSeekV32Parser
+from frontend.parsers.tools.glm import GlmParser
 from frontend.parsers.tools.harmony import HarmonyParser
 from frontend.parsers.tools.hermes import HermesParser
+from frontend.parsers.tools.kimi_k2 import KimiK2Parser
 from frontend.parsers.tools.llama3_json import Llama3JsonParser
+from frontend.parsers.tools.minimax_m2 import MiniMaxM2Parser
 from frontend.parsers.tools.mistral import MistralParser
 from frontend.parsers.tools.pythonic import PythonicParser
 from frontend.parsers.tools.qwen3_coder import Qwen3CoderParser
@@ -87,10 +91,56 @@ def harmony(calls: Calls) -> str:
     )
 
 
-def qwen3_coder(calls: Calls) -> str:
-    def value(given: Any) -> str:
-        return given if isinstance(given, str) else json.dumps(given)
+def value(given: Any) -> str:
+    return given if isinstance(given, str) else json.dumps(given)
 
+
+def glm(calls: Calls) -> str:
+    return "".join(
+        f"\n<tool_call>{n}\n"
+        + "".join(
+            f"<arg_key>{k}</arg_key>\n<arg_value>{value(v)}</arg_value>\n" for k, v in a.items()
+        )
+        + "</tool_call>"
+        for n, a in calls
+    )
+
+
+def kimi_k2(calls: Calls) -> str:
+    written = "".join(
+        f"<|tool_call_begin|>functions.{n}:{i}<|tool_call_argument_begin|>{json.dumps(a)}"
+        "<|tool_call_end|>"
+        for i, (n, a) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{written}<|tool_calls_section_end|>"
+
+
+def minimax_m2(calls: Calls) -> str:
+    written = "".join(
+        f'<invoke name="{n}">\n'
+        + "".join(f'<parameter name="{k}">{value(v)}</parameter>\n' for k, v in a.items())
+        + "</invoke>\n"
+        for n, a in calls
+    )
+    return f"\n<minimax:tool_call>\n{written}</minimax:tool_call>" if calls else ""
+
+
+def dsml(calls: Calls) -> str:
+    mark = "｜DSML｜"  # noqa: RUF001
+    written = "".join(
+        f'<{mark}invoke name="{n}">\n'
+        + "".join(
+            f'<{mark}parameter name="{k}" string="{str(isinstance(v, str)).lower()}">'
+            f"{value(v)}</{mark}parameter>\n"
+            for k, v in a.items()
+        )
+        + f"</{mark}invoke>\n"
+        for n, a in calls
+    )
+    return f"\n\n<{mark}function_calls>\n{written}</{mark}function_calls>" if calls else ""
+
+
+def qwen3_coder(calls: Calls) -> str:
     return "".join(
         f"\n<tool_call>\n<function={n}>\n"
         + "".join(f"<parameter={k}>\n{value(v)}\n</parameter>\n" for k, v in a.items())
@@ -133,6 +183,10 @@ FORMS: list[tuple[type[GrammarParser], Callable[[Calls], str], bool]] = [
     (DeepSeekParser, deepseek_v31, True),
     (HarmonyParser, harmony, True),
     (Qwen3CoderParser, qwen3_coder, True),
+    (GlmParser, glm, True),
+    (KimiK2Parser, kimi_k2, True),
+    (MiniMaxM2Parser, minimax_m2, True),
+    (DeepSeekV32Parser, dsml, True),
     (PythonicParser, pythonic, False),
 ]
 """Whether text may stand in front of the calls."""
@@ -171,6 +225,23 @@ FRAGMENTS = {
         "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",  # noqa: RUF001
         "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "function", "now", "```json", "```",  # noqa: RUF001
     ],
+    "deepseek_v32": [
+        "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "</｜DSML｜invoke>",  # noqa: RUF001
+        '<｜DSML｜invoke name="now">', '<｜DSML｜parameter name="k" string="false">',  # noqa: RUF001
+        "</｜DSML｜parameter>",  # noqa: RUF001
+    ],
+    "glm": [
+        "<tool_call>", "</tool_call>", "now", "<arg_key>", "</arg_key>", "<arg_value>",
+        "</arg_value>",
+    ],
+    "kimi_k2": [
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+        "<|tool_call_end|>", "<|tool_call_argument_begin|>", "functions.now:0",
+    ],
+    "minimax_m2": [
+        "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="now">', "</invoke>",
+        '<parameter name="k">', "</parameter>",
+    ],
     "pythonic": ["now(", "k=", ")", ",", "'", '"', "<|python_start|>", "<|python_end|>", "\\"],
     "harmony": [
         "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "analysis", "final",
@@ -182,7 +253,10 @@ FRAGMENTS = {
     ],
 }  # fmt: skip
 SHARED = [*"{}[]< \nZZ", "{}", '"a\\"}"', "\\ud83d", '{"k": 1}', "tool"]
-LOSSLESS = ("hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic")
+LOSSLESS = (
+    "hermes", "qwen3_coder", "glm", "minimax_m2", "deepseek_v32", "llama3_json", "mistral",
+    "pythonic",
+)  # fmt: skip
 """Formats whose markup is text where it is no call."""
 
 

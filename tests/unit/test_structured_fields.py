@@ -86,7 +86,7 @@ STRUCTURED: list[tuple[dict[str, object], str, str, str]] = [
 def test_every_spelling_of_a_grammar(
     ask: Any, fields: dict[str, object], kind: str, text: str, param: str
 ) -> None:
-    assert ask(**fields).options.constraint == (kind, text, param)
+    assert ask(**fields).options.constraint == (kind, text, param, None)
     with pytest.raises(InvalidRequest, match="both say what the answer must be"):
         ask(**{"guided_regex": "x", "regex": "y", **fields})
 

@@ -1,5 +1,5 @@
 """The services as an operator starts them, for a benchmark: `tidemill serve`, more frontends beside
-it, and the CPU time of every process. It does not know what is asked of them.
+it or frontends alone, and the CPU time of every process. It does not know what is asked of them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _TOLD_CHARS = 4000
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Running services: `ports` speak HTTP, one per frontend."""
+    """Running services: `ports` speak HTTP and `grpc_ports` gRPC, one of each per frontend."""
 
     ports: list[int]
+    grpc_ports: list[int]
     processes: Mapping[str, psutil.Process]
     """By role: supervisor, engine server, rank 0, frontend 0, ..."""
 
@@ -48,25 +49,43 @@ def running_services(config: EngineConfig, num_frontends: int) -> Iterator[Servi
 
     Raises RuntimeError with the end of its log when one of them ends before it is ready.
     """
-    engine_port, *free = _free_ports(1 + 2 * num_frontends)
-    pairs = list(zip(free[::2], free[1::2], strict=True))
+    (engine_port,) = _free_ports(1)
+    flags = [*_engine_flags(config), f"--engine-port={engine_port}", "--drain-timeout-s=1"]
+    beside = [_frontend(engine_port)] * (num_frontends - 1)
+    with _started([["serve", *flags], *beside]) as (processes, ports, grpc_ports):
+        yield Services(ports, grpc_ports, _roles(processes))
+
+
+@contextmanager
+def running_frontends(engine_port: int, num_frontends: int, *flags: str) -> Iterator[Services]:
+    """Frontends alone, for an engine that somebody else runs; otherwise as `running_services`."""
+    words = [*_frontend(engine_port), *flags]
+    with _started([words] * num_frontends) as (processes, ports, grpc_ports):
+        roles = {f"frontend {n}": psutil.Process(one.pid) for n, one in enumerate(processes)}
+        yield Services(ports, grpc_ports, roles)
+
+
+def _frontend(engine_port: int) -> list[str]:
+    address = f"--engine={_HOST}:{engine_port}"
+    return ["frontend", address, f"--connect-timeout-s={_START_S}", "--drain-timeout-s=1"]
+
+
+@contextmanager
+def _started(
+    commands: list[list[str]],
+) -> Iterator[tuple[list[subprocess.Popen[bytes]], list[int], list[int]]]:
+    """The commands with free ports of their own, all ready: processes, HTTP and gRPC ports."""
+    free = _free_ports(2 * len(commands))
+    http_ports, grpc_ports = free[::2], free[1::2]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidemill-log-")))
-        flags = [*_engine_flags(config), f"--engine-port={engine_port}", "--drain-timeout-s=1"]
         started = []
-        for number, (http_port, grpc_port) in enumerate(pairs):
-            ports = [f"--http-port={http_port}", f"--grpc-port={grpc_port}"]
-            verb = [
-                "frontend",
-                f"--engine={_HOST}:{engine_port}",
-                f"--connect-timeout-s={_START_S}",
-            ]
-            words = ["serve", *flags] if number == 0 else verb
+        for number, words in enumerate(commands):
+            ports = [f"--http-port={http_ports[number]}", f"--grpc-port={grpc_ports[number]}"]
             log = folder / f"{number}.log"
             started.append((stack.enter_context(_child([*words, *ports], log)), log))
-        _wait_ready([http_port for http_port, _ in pairs], started)
-        processes = _roles([process for process, _ in started])
-        yield Services([http_port for http_port, _ in pairs], processes)
+        _wait_ready(http_ports, started)
+        yield [process for process, _ in started], http_ports, grpc_ports
 
 
 def _engine_flags(config: EngineConfig) -> list[str]:

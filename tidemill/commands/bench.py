@@ -50,6 +50,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "stack": Benchmark(
             "StackOptions", "the services around a simulated model of fixed step time", False
         ),
+        "frontend": Benchmark(
+            "FrontendOptions", "chats and streams that a frontend carries, and what it adds", False
+        ),
     }
 )
 

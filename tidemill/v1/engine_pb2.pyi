@@ -163,7 +163,7 @@ class Submit(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., spec: _Optional[_Union[GenerateSpec, _Mapping]] = ...) -> None: ...
 
 class GenerateSpec(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "decoding", "stop", "logprobs", "constraint", "adapter", "cache_salt", "priority", "fairness_key", "timeout_ms", "dp_rank", "kv_transfer", "media", "traceparent", "tracestate", "prompt_digest", "group", "choice", "emit_canvas", "pinned")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "decoding", "stop", "logprobs", "constraint", "adapter", "cache_salt", "priority", "fairness_key", "timeout_ms", "dp_rank", "kv_transfer", "media", "traceparent", "tracestate", "prompt_digest", "group", "choice", "emit_canvas", "pinned", "reasoning")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +186,7 @@ class GenerateSpec(_message.Message):
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     EMIT_CANVAS_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: bytes
     sampling: SamplingParams
@@ -208,7 +209,8 @@ class GenerateSpec(_message.Message):
     choice: int
     emit_canvas: bool
     pinned: _containers.RepeatedCompositeFieldContainer[PinnedToken]
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., decoding: _Optional[_Union[DecodingSpec, _Mapping]] = ..., stop: _Optional[_Union[StopSpec, _Mapping]] = ..., logprobs: _Optional[_Union[LogprobsSpec, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., fairness_key: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., dp_rank: _Optional[int] = ..., kv_transfer: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., prompt_digest: _Optional[bytes] = ..., group: _Optional[str] = ..., choice: _Optional[int] = ..., emit_canvas: _Optional[bool] = ..., pinned: _Optional[_Iterable[_Union[PinnedToken, _Mapping]]] = ...) -> None: ...
+    reasoning: Reasoning
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., decoding: _Optional[_Union[DecodingSpec, _Mapping]] = ..., stop: _Optional[_Union[StopSpec, _Mapping]] = ..., logprobs: _Optional[_Union[LogprobsSpec, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., fairness_key: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., dp_rank: _Optional[int] = ..., kv_transfer: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., prompt_digest: _Optional[bytes] = ..., group: _Optional[str] = ..., choice: _Optional[int] = ..., emit_canvas: _Optional[bool] = ..., pinned: _Optional[_Iterable[_Union[PinnedToken, _Mapping]]] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "max_tokens", "min_tokens", "allowed_token_ids", "bad_words")
@@ -302,6 +304,14 @@ class Constraint(_message.Message):
     ebnf: str
     structural_tag: str
     def __init__(self, json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choices, _Mapping]] = ..., ebnf: _Optional[str] = ..., structural_tag: _Optional[str] = ...) -> None: ...
+
+class Reasoning(_message.Message):
+    __slots__ = ("start", "end")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    start: str
+    end: str
+    def __init__(self, start: _Optional[str] = ..., end: _Optional[str] = ...) -> None: ...
 
 class Choices(_message.Message):
     __slots__ = ("values",)

@@ -7,18 +7,15 @@ value
 </parameter>
 </function>
 </tool_call>
-
-The client gets JSON. What a value is, its schema says: strings are streamed, everything else is
-read as a whole and stays a string where it is not of its type.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
-from frontend.parsers.grammar import GrammarParser, Markers, Steps
-from frontend.parsers.values import quoted, to_json, types_of
+from frontend.parsers.grammar import Markers, Steps
+from frontend.parsers.tagged_values import TaggedValueParser
+from frontend.parsers.values import quoted
 
 _OPEN, _CLOSE, _FUNCTION = "<tool_call>", "</tool_call>", "<function="
 _END, _PARAMETER, _PARAMETER_END = "</function>", "<parameter=", "</parameter>"
@@ -31,7 +28,7 @@ _NAME = re.compile(r"[^\s<>]*")
 _KEY = re.compile(r"[^\n<>]*")
 
 
-class Qwen3CoderParser(GrammarParser):
+class Qwen3CoderParser(TaggedValueParser):
     """The outer tag may be missing. The arguments of a call that is cut off are not closed: half a
     call must not look like a whole one."""
 
@@ -56,8 +53,6 @@ class Qwen3CoderParser(GrammarParser):
 
     def _parameters(self, name: str) -> Steps[bool]:
         """All parameters; whether the outer tag may still have to be closed."""
-        tool = self._tools.get(name)
-        schemas = tool.parameters.get("properties") if tool else None
         lead = "{"
         marker = yield from self._tag()
         while marker == _PARAMETER:
@@ -70,8 +65,8 @@ class Qwen3CoderParser(GrammarParser):
             yield from self._accept("\n")
             self._out.arguments(f"{lead}{quoted(key)}: ")
             lead = ", "
-            schema = schemas.get(key) if isinstance(schemas, Mapping) else None
-            marker = (yield from self._parameter(types_of(schema))).strip()
+            types = self._types(name, key)
+            marker = (yield from self._tagged_value(types, _VALUE_ENDS)).strip()
             if marker == _PARAMETER_END:
                 marker = yield from self._tag()
         if marker in (_END, _CLOSE) or (yield from self._peek()):
@@ -81,16 +76,3 @@ class Qwen3CoderParser(GrammarParser):
     def _tag(self) -> Steps[str]:
         yield from self._next()
         return (yield from self._accept(_PARAMETER, _END, _CLOSE))
-
-    def _parameter(self, types: frozenset[str]) -> Steps[str]:
-        """Passes on one value; the marker behind it, '' where the text ends within."""
-        put = self._out.arguments
-        if not types or types == {"string"}:
-            put('"')
-            marker = yield from self._until(_VALUE_ENDS, lambda text: put(quoted(text)[1:-1]))
-            put('"' if marker else "")
-            return marker
-        parts: list[str] = []
-        marker = yield from self._until(_VALUE_ENDS, parts.append)
-        put(to_json("".join(parts), types) if marker else "".join(parts))
-        return marker

@@ -1,0 +1,148 @@
+"""Strict tools as structural tags: how a call of a tool is written in each format, by its schema.
+
+In the XML formats arguments are text between tags, so their grammar is Lark: parameters in the
+schema's order, of strings the text as it stands, of everything else JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from frontend.parsers.grammar import GrammarParser
+from frontend.parsers.tools.glm import GlmParser
+from frontend.parsers.tools.hermes import HermesParser
+from frontend.parsers.tools.qwen3_coder import Qwen3CoderParser
+from frontend.parsers.values import types_of
+from tidemill.runtime.errors import Unsupported
+
+SPACE = {"whitespace_pattern": r" |\r?\n[ \t]{0,24}"}
+"""llguidance's option for what may stand between the tokens of JSON: no answer of nothing else."""
+TRIGGER = "<tool_call>"
+_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
+"""What text that ends at a tag cannot be held to."""
+
+
+class _Tags(NamedTuple):
+    """What stands around a call, a parameter's key and its value. Where `is_loose`, line ends may
+    be missing."""
+
+    begin: str
+    key: str
+    value_end: str
+    end: str
+    is_loose: bool = False
+
+
+_QWEN3_CODER = _Tags(
+    "<tool_call>\n<function={name}>\n", "<parameter={key}>\n", "\n</parameter>\n",
+    "</function>\n</tool_call>",
+)  # fmt: skip
+_GLM = _Tags(
+    "<tool_call>{name}", "\n<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>",
+    "\n</tool_call>", is_loose=True,
+)  # fmt: skip
+
+
+def structure_of(parser: type[GrammarParser] | None, function: Mapping[str, Any]) -> dict[str, Any]:
+    """The structure for calls of a function, whose arguments follow its schema if it is strict.
+
+    Raises Unsupported, naming no parameter, for formats and schemas that cannot be held to.
+    """
+    for kind, make in _MAKERS.items():
+        if parser is not None and issubclass(parser, kind):
+            return make(function)
+    raise Unsupported(
+        "strict: true is served with tool_choice auto only where calls are written as <tool_call> "
+        "(hermes, qwen3_coder, glm45); leave strict out, or force the call: tool_choice required, "
+        "or the tool's name"
+    )
+
+
+def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments are an object, also where a schema leaves that open."""
+    return {"x-guidance": SPACE, "type": "object", **(function.get("parameters") or {})}
+
+
+def _hermes(function: Mapping[str, Any]) -> dict[str, Any]:
+    name = json.dumps(function["name"])
+    schema = schema_of(function) if function.get("strict") else {"type": "object"}
+    begin = f'{TRIGGER}\n{{"name": {name}, "arguments": '
+    return {"begin": begin, "schema": schema, "end": "}\n</tool_call>"}
+
+
+def _tagged(tags: _Tags) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Makes the structures of calls in this form."""
+
+    def make(function: Mapping[str, Any]) -> dict[str, Any]:
+        rules = _arguments(function, tags) if function.get("strict") else _ANYTHING
+        lark = f'%llguidance {{}}\n{rules}\nTEXT: /(.|\\n)*/\nnl: "\\n"?\n'
+        return {"begin": tags.begin.format(name=function["name"]), "lark": lark, "end": ""}
+
+    return make
+
+
+_ANYTHING = 'start: rest\nrest[lazy]: TEXT "</tool_call>"'
+
+
+def _arguments(function: Mapping[str, Any], tags: _Tags) -> str:
+    """Rules for all parameters of a strict function, up to the end of its call."""
+    schema = function.get("parameters") or {}
+    properties = schema.get("properties", {})
+    if not isinstance(properties, Mapping) or schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
+        raise Unsupported(f"strict: the parameters of {function['name']!r} must be a plain object")
+    required, shared = schema.get("required", ()), _shared(schema)
+    rules, parts = [], []
+    for number, (key, given) in enumerate(properties.items()):
+        value = _value(function["name"], key, given, shared, tags)
+        lead = _literal(tags.key.format(key=key), is_loose=tags.is_loose)
+        lazy = "[lazy]" if value.startswith("TEXT") else ""
+        rules.append(f"p{number}: {lead} v{number}\nv{number}{lazy}: {value}")
+        parts.append(f"p{number}" if key in required else f"p{number}?")
+    start = " ".join([*parts, _literal(tags.end, is_loose=tags.is_loose)])
+    return "\n".join([f"start: {start}", *rules])
+
+
+def _value(tool: str, key: str, given: Any, shared: Mapping[str, Any], tags: _Tags) -> str:
+    """A value and what ends it, in Lark."""
+    end = _literal(tags.value_end, is_loose=False)
+    schema = given if isinstance(given, Mapping) else {}
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    types = types_of(schema)
+    if choices is not None:
+        is_text = [isinstance(one, str) for one in choices]
+        if any(is_text) and not all(is_text):
+            raise Unsupported(f"strict: {key!r} of {tool!r} is chosen of texts and other values")
+        if any(is_text):
+            return f"({' | '.join(_literal(one, is_loose=False) for one in choices)}) {end}"
+    elif not types or "string" in types:
+        held = [word for word in _OF_STRINGS if word in schema]
+        if held:
+            raise Unsupported(f"strict: {held[0]} of {key!r} of {tool!r} cannot be held to here")
+        return f"TEXT {end}"
+    return f"%json {json.dumps({'x-guidance': SPACE, **schema, **shared})} {end}"
+
+
+def _shared(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """What references lead to."""
+    return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+
+
+def _literal(text: str, *, is_loose: bool) -> str:
+    """A text in Lark; where line ends may be missing, with rules for them."""
+    if not is_loose:
+        return json.dumps(text)
+    return " nl ".join(json.dumps(part) if part else "" for part in text.split("\n")).strip()
+
+
+_MAKERS: Mapping[type[GrammarParser], Callable[[Mapping[str, Any]], dict[str, Any]]] = (
+    MappingProxyType(
+        {
+            HermesParser: _hermes,
+            Qwen3CoderParser: _tagged(_QWEN3_CODER),
+            GlmParser: _tagged(_GLM),
+        }
+    )
+)

@@ -1,0 +1,217 @@
+"""Renders conversations in processes of their own (template_worker) and outlives what they do.
+
+It owns those processes. It does not know tokens or requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import multiprocessing.forkserver
+import pickle
+import socket
+import time
+from collections import deque
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from typing import cast
+
+from frontend.request import Chat
+from frontend.template import ChatTemplate
+from frontend.template_worker import HEAD, MEMORY_BYTES, READY, TEXT, TOO_LONG, serve
+from tidemill.runtime.errors import InternalError, InvalidRequest, Overloaded, ServiceError
+
+_RENDERER = "transformers.utils.chat_template_utils"
+MAX_WORKERS = 4
+MOST_CHARS = 16 << 20
+_CPU_S = 2.0
+"""For one conversation. One of 4 MB takes some hundredths of it."""
+_STUCK_S = 0.1
+"""Behind a conversation that has taken so long nobody else is put."""
+_MOST_WAITING_BYTES = 64 << 20
+_FAILED_STARTS = 3
+"""Workers in a row that do not come up."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    content: bytes
+    done: asyncio.Future[str]
+
+
+class _Worker(asyncio.Protocol):
+    """Our end of one process: jobs are answered in the order in which they were sent."""
+
+    def __init__(self, pool: TemplatePool, process: BaseProcess) -> None:
+        self.jobs: deque[_Job] = deque()
+        self._pool = pool
+        self._process = process
+        self._since = 0.0
+        self._received = b""
+        self.ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """Whether it came up."""
+        self.is_lost = False
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the job at the head has taken long."""
+        return bool(self.jobs) and time.monotonic() - self._since > _STUCK_S
+
+    def send(self, job: _Job) -> None:
+        """Has the job done, behind those that were sent before."""
+        if not self.jobs:
+            self._since = time.monotonic()
+        self.jobs.append(job)
+        self._transport.write(HEAD.pack(len(job.content), 0) + job.content)
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._transport.abort()
+        self._process.kill()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.WriteTransport", transport)
+
+    def data_received(self, chunk: bytes) -> None:
+        seen, at = self._received + chunk, 0
+        while len(seen) - at >= HEAD.size:
+            size, kind = HEAD.unpack_from(seen, at)
+            end = at + HEAD.size + size
+            if len(seen) < end:
+                break
+            self._since = time.monotonic()
+            if kind == READY:
+                self.ready.set_result(True)
+            else:
+                self._pool.answered(self.jobs.popleft(), kind, seen[at + HEAD.size : end])
+            at = end
+        self._received = seen[at:]
+
+    def connection_lost(self, failure: Exception | None) -> None:
+        self.is_lost = True
+        if not self.ready.done():
+            self.ready.set_result(False)
+        self._pool.lost(self)
+
+
+def prepare() -> None:
+    """Returns at once, and has loaded what workers need by and by: they are forked from there."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([serve.__module__, _RENDERER])
+    multiprocessing.forkserver.ensure_running()
+
+
+class TemplatePool:
+    """Workers for one template. A conversation that costs its worker the life is refused; those
+    behind it are rendered by another one."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._workers: list[_Worker] = []
+        self._starting: asyncio.Task[None] | None = None
+        self._num_bytes = 0
+        self._num_failed = 0
+        self._is_closed = False
+
+    async def start(self) -> None:
+        """Brings up the first worker, so that no request has to wait for it."""
+        await self._free_worker()
+
+    async def render(self, chat: Chat) -> str:
+        """The prompt's text.
+
+        Raises InvalidRequest when the template refuses the messages or takes more than it may,
+        Overloaded when too much waits already.
+        """
+        self._template.check(chat)
+        if self._num_bytes > _MOST_WAITING_BYTES:
+            raise Overloaded(
+                "too many conversations wait for the chat template; try again shortly",
+                reason="TEMPLATE_BUSY",
+                retry_after_ms=1000,
+            )
+        job = _Job(pickle.dumps(chat), asyncio.get_running_loop().create_future())
+        self._num_bytes += len(job.content)
+        try:
+            (await self._free_worker()).send(job)
+            return await job.done
+        finally:
+            self._num_bytes -= len(job.content)
+
+    async def close(self) -> None:
+        """Ends the processes; idempotent."""
+        self._is_closed = True
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
+        for worker in self._workers:
+            worker.close()
+
+    def answered(self, job: _Job, kind: int, answer: bytes) -> None:
+        """A worker has dealt with a job, whose client may have left."""
+        if job.done.done():
+            return
+        if kind == TEXT:
+            job.done.set_result(answer.decode("utf-8", "surrogatepass"))
+        elif kind == TOO_LONG:
+            job.done.set_exception(_too_much(f"writes more than {MOST_CHARS:,} characters"))
+        else:
+            job.done.set_exception(InvalidRequest(answer.decode(), param="messages"))
+
+    def lost(self, worker: _Worker) -> None:
+        """A worker has ended, at the hands of the job at its head."""
+        if worker in self._workers:
+            self._workers.remove(worker)
+        if not worker.jobs:
+            return
+        head = worker.jobs.popleft()
+        if not head.done.done():
+            limits = f"{_CPU_S:g} s of the CPU or {MEMORY_BYTES >> 20} MiB of memory"
+            head.done.set_exception(_too_much(f"takes more than {limits}"))
+        for job in worker.jobs:
+            again = asyncio.ensure_future(self._send_again(job))
+            job.done.add_done_callback(lambda _, again=again: again.cancel())  # type: ignore[misc]
+
+    async def _send_again(self, job: _Job) -> None:
+        try:
+            (await self._free_worker()).send(job)
+        except ServiceError as error:
+            if not job.done.done():
+                job.done.set_exception(error)
+
+    async def _free_worker(self) -> _Worker:
+        """The one with the fewest jobs of those that are not stuck, or a new one."""
+        while True:
+            able = [worker for worker in self._workers if not worker.is_stuck]
+            if not able and len(self._workers) == MAX_WORKERS:
+                able = self._workers
+            if able:
+                return min(able, key=lambda worker: len(worker.jobs))
+            if self._is_closed or self._num_failed >= _FAILED_STARTS:
+                raise InternalError("the chat template's process has ended; see the log")
+            if self._starting is None or self._starting.done():
+                self._starting = asyncio.create_task(self._add_worker())
+            await asyncio.shield(self._starting)
+
+    async def _add_worker(self) -> None:
+        prepare()
+        context = multiprocessing.get_context("forkserver")
+        ours, theirs = socket.socketpair()
+        with theirs:
+            arguments = (theirs, self._template, _CPU_S, MOST_CHARS)
+            process = context.Process(target=serve, args=arguments, daemon=True)
+            await asyncio.to_thread(process.start)  # the first one waits for what is loaded
+        worker = _Worker(self, process)
+        await asyncio.get_running_loop().create_unix_connection(lambda: worker, sock=ours)
+        is_up = await worker.ready and not worker.is_lost
+        self._num_failed = 0 if is_up else self._num_failed + 1
+        if is_up:
+            self._workers.append(worker)
+
+
+def _too_much(what: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the chat template {what} for these messages; send other ones, or start the server with "
+        "another template (--chat-template)",
+        reason="TEMPLATE_LIMIT",
+        param="messages",
+    )

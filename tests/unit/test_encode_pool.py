@@ -1,0 +1,91 @@
+"""Texts are encoded on threads that are bounded, in lanes that do not wait for each other."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+
+from frontend import encode_pool
+from frontend.encode_pool import LONG_CHARS, SHORT_CHARS, EncodePool
+from tests.waiting import until
+from tidemill.runtime.errors import Overloaded
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[EncodePool]:
+    made = EncodePool()
+    yield made
+    made.close()
+
+
+def here() -> str:
+    return threading.current_thread().name.partition("_")[0]
+
+
+async def test_a_text_goes_where_its_length_says(pool: EncodePool) -> None:
+    own = here()
+    sizes = {0: own, SHORT_CHARS: own, SHORT_CHARS + 1: "encode", LONG_CHARS: "encode"}
+    for size, thread in {**sizes, LONG_CHARS + 1: "encode-long", 10**9: "encode-long"}.items():
+        assert await pool.run(here, size=size) == thread, size
+    assert await pool.run(here) == "encode", "what has no length blocks, and stays off the loop"
+
+
+async def test_nobody_waits_for_long_texts(pool: EncodePool) -> None:
+    gate = threading.Event()
+    long = [asyncio.create_task(pool.run(gate.wait, size=LONG_CHARS + 1)) for _ in range(3)]
+    await asyncio.sleep(0)
+    for size in (1, SHORT_CHARS + 1, LONG_CHARS):
+        await pool.run(here, size=size)
+    assert not any(task.done() for task in long)
+    gate.set()
+    assert await asyncio.gather(*long) == [True] * 3
+
+
+async def test_a_lane_that_is_full_refuses(
+    pool: EncodePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode_pool, "MOST_WAITING_CHARS", 5 * LONG_CHARS)
+    gate = threading.Event()
+    size = 2 * LONG_CHARS
+    taken = [asyncio.create_task(pool.run(gate.wait, size=size)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded) as caught:
+        await pool.run(here, size=size)
+    error = caught.value
+    assert (error.reason, error.retry_after_ms) == ("TOKENIZER_BUSY", 1000)
+    assert (error.http_status, error.grpc_code) == (429, 8)
+    assert await pool.run(here, size=SHORT_CHARS + 1) == "encode", "the other lane has room"
+    gate.set()
+    await asyncio.gather(*taken)
+    await until(lambda: not pool._lanes[1]._num_chars)
+    assert await pool.run(here, size=10 * size) == "encode-long", "one alone always fits"
+
+
+async def test_what_is_cancelled_in_the_queue_is_never_begun(pool: EncodePool) -> None:
+    gate, begun = threading.Event(), list[int]()
+    first = asyncio.create_task(pool.run(gate.wait, size=LONG_CHARS + 1))
+    waiting = [
+        asyncio.create_task(pool.run(begun.append, number, size=LONG_CHARS + 1))
+        for number in range(3)
+    ]
+    await asyncio.sleep(0)
+    waiting[1].cancel()
+    await asyncio.gather(waiting[1], return_exceptions=True)
+    gate.set()
+    await asyncio.gather(first, waiting[0], waiting[2])
+    assert begun == [0, 2]
+    await until(lambda: not pool._lanes[1]._num_chars)
+
+
+async def test_a_cancelled_client_does_not_make_room_for_what_still_runs(pool: EncodePool) -> None:
+    gate = threading.Event()
+    running = asyncio.create_task(pool.run(gate.wait, size=LONG_CHARS + 1))
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert pool._lanes[1]._num_chars == LONG_CHARS + 1
+    gate.set()
+    await until(lambda: not pool._lanes[1]._num_chars)

@@ -1,0 +1,158 @@
+"""A template is a program of whoever made the model: whatever it does, the server goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from frontend import template_pool
+from frontend.request import Chat
+from frontend.template import RESERVED, ChatTemplate
+from frontend.template_pool import MAX_WORKERS, TemplatePool
+from tests.waiting import PATIENCE_S, until
+from tidemill.runtime.errors import InternalError, InvalidRequest, Overloaded
+
+WHEN_BAD = "{{% if messages[0].content == 'bad' %}}{}{{% endif %}}<{{{{ messages[0].content }}}}>"
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+HOSTILE = {
+    "loops": ENDLESS,
+    "a call that never returns": "{% set n = 8 + messages | length %}{{ (n ** n) ** (n ** n) }}",
+    "that computed when it compiles": "{{ (9 ** 9) ** (9 ** 9) }}",
+    "a list of lists of lists": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}"
+    "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+    "memory at once": "{{ 'a' * 10 ** 11 }}",
+    "memory by and by": "{% set ns = namespace(x='a') %}{% for i in range(60) %}"
+    "{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "a wide field": "{{ '%99999999999d' % 1 }}",
+    "a long text": "{% for i in range(999) %}{{ 'a' * 20000 }}{% endfor %}",
+    "a macro that calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "deep recursion in C": "{% set ns = namespace(x=[1]) %}{% for i in range(99999) %}"
+    "{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x | tojson }}",
+    "attributes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ cycler.__init__.__globals__ }}",
+    "files": "{% include '/etc/hostname' %}",
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_pool, "_CPU_S", 0.4)
+
+
+def chat(text: str) -> Chat:
+    return Chat(messages=[{"role": "user", "content": text}])
+
+
+@asynccontextmanager
+async def pool_of(template: ChatTemplate) -> AsyncIterator[TemplatePool]:
+    pool = TemplatePool(template)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield pool
+    finally:
+        await pool.close()
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+async def test_a_hostile_template_is_refused_and_its_neighbours_are_served(what: str) -> None:
+    async with pool_of(ChatTemplate(WHEN_BAD.format(HOSTILE[what]), {})) as pool:
+        if what != "that computed when it compiles":
+            assert await pool.render(chat("é")) == "<é>"
+        bad = asyncio.create_task(pool.render(chat("bad")))
+        for number in range(50):
+            if what == "that computed when it compiles":
+                break
+            assert await pool.render(chat(str(number))) == f"<{number}>"
+        with pytest.raises(InvalidRequest) as caught:
+            await bad
+        assert caught.value.param == "messages"
+        assert len(caught.value.message) < 1100
+
+
+async def test_neighbours_do_not_wait_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who come when it is known to hang go to another worker at once."""
+    monkeypatch.setattr(template_pool, "_CPU_S", 2.0)
+    async with pool_of(ChatTemplate(WHEN_BAD.format(ENDLESS), {})) as pool:
+        await pool.render(chat("a"))
+        bad = asyncio.create_task(pool.render(chat("bad")))
+        behind = asyncio.create_task(pool.render(chat("behind")))
+        await until(lambda: pool._workers[0].is_stuck)
+        for number in range(20):
+            assert await pool.render(chat(str(number))) == f"<{number}>"
+        assert not bad.done(), "its neighbours did not wait for its end"
+        assert await behind == "<behind>", "what was sent with it is rendered by another one"
+        with pytest.raises(InvalidRequest, match=r"2 s of the CPU.*--chat-template"):
+            await bad
+
+
+async def test_many_that_hang_take_no_more_than_the_workers_there_are() -> None:
+    async with pool_of(ChatTemplate(WHEN_BAD.format(HOSTILE["memory by and by"]), {})) as pool:
+        bad = [asyncio.create_task(pool.render(chat("bad"))) for _ in range(2 * MAX_WORKERS)]
+        for task in bad:
+            with pytest.raises(InvalidRequest):
+                await task
+            assert len(pool._workers) <= MAX_WORKERS
+        assert await pool.render(chat("a")) == "<a>"
+
+
+async def test_what_its_client_gave_up_is_forgotten() -> None:
+    async with pool_of(ChatTemplate(WHEN_BAD.format(ENDLESS), {})) as pool:
+        tasks = [asyncio.create_task(pool.render(chat(text))) for text in ("bad", "a", "b")]
+        await until(lambda: pool._workers and pool._workers[0].jobs)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert pool._num_bytes == 0
+        assert await pool.render(chat("c")) == "<c>"
+
+
+async def test_a_queue_that_is_full_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_pool, "_MOST_WAITING_BYTES", 100)
+    async with pool_of(ChatTemplate("x", {})) as pool:
+        first = asyncio.create_task(pool.render(chat("a" * 100)))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded) as caught:
+            await pool.render(chat("b"))
+        assert (caught.value.reason, caught.value.retry_after_ms) == ("TEMPLATE_BUSY", 1000)
+        assert await first == "x"
+        assert await pool.render(chat("b")) == "x"
+
+
+class Spy(ChatTemplate):
+    """Does what no sandbox would let a template do."""
+
+    def render(self, chat: Chat) -> str:
+        path = Path(chat.messages[0]["content"])
+        try:
+            return path.read_text()
+        except OSError as failure:
+            return type(failure).__name__ + str(failure.errno)
+
+
+async def test_a_template_that_left_its_sandbox_would_open_no_file(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    spied = chat(str(tmp_path / "secret"))
+    assert Spy("", {}).render(spied) == "secret", "the control: here it could"
+    async with pool_of(Spy("", {})) as pool:
+        assert await pool.render(spied) == "OSError24"
+
+
+class Dead(ChatTemplate):
+    def __setstate__(self, state: object) -> None:
+        raise SystemExit
+
+
+async def test_a_process_that_does_not_start_is_not_tried_for_ever() -> None:
+    async with pool_of(Dead("", {})) as pool:
+        with pytest.raises(InternalError, match="see the log"):
+            await pool.render(chat("a"))
+
+
+def test_reserved_names_are_those_of_the_renderer() -> None:
+    assert {*inspect.signature(render_jinja_template).parameters, "messages"} == RESERVED

@@ -1,0 +1,207 @@
+"""What a frontend carries: short chats and streamed tokens per second, and how late they come.
+
+Real frontend processes, real HTTP and gRPC on loopback; the engine keeps time and computes nothing
+(`clock_engine`). Every token says when it was sent, so what a frontend adds is measured token by
+token. Load generators are processes of their own, whose CPU time is among the figures. It does not
+know bytes or sessions.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tidemill
+from tidemill.bench.chats import grpc_chat, grpc_path, http_chat
+from tidemill.bench.clock import write_clock
+from tidemill.bench.clock_engine import ClockEngine, clock_engine
+from tidemill.bench.load import Plan, Seen, generate_load
+from tidemill.bench.serve import percentiles_ms
+from tidemill.bench.services import Services, running_frontends
+
+_MODEL = Path(tidemill.__file__).parent / "builtin" / "demo"
+"""Whose tokenizer and chat template the prompts go through."""
+_WARM_UP = 0.25
+_SPARE = 4
+"""Connections for each that a full load keeps busy, where requests are sent when they are due."""
+_UNARY_STEP_S = 0.005
+_SHORTEST, _SPREAD = 128, 257
+_PACKAGES = (
+    "fastapi",
+    "grpcio",
+    "httptools",
+    "orjson",
+    "protobuf",
+    "tokenizers",
+    "uvicorn",
+    "uvloop",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendOptions:
+    """What is measured."""
+
+    frontends: int = 2
+    """Everything is measured with one process, and the full loads again with this many."""
+    concurrency: int = 64
+    """Unary chats that are open at any time, for each frontend."""
+    answer_len: int = 8
+    """Tokens of a unary answer; steps take 5 ms."""
+    streams: int = 256
+    """Streams that are open at any time, for each frontend; answers have 128 to 384 tokens."""
+    sse_tokens_per_s: int = 40_000
+    """Tokens that the engine sends each frontend for its SSE streams."""
+    grpc_tokens_per_s: int = 50_000
+    """The same for gRPC streams."""
+    seconds: float = 8.0
+    """Length of each measurement, after a quarter of it as warm-up."""
+
+
+class _Load(NamedTuple):
+    """One measurement: `face` is http or grpc. Rates are per frontend; None: as many as go."""
+
+    name: str
+    face: str
+    is_stream: bool
+    step_s: float
+    rate: float | None = None
+
+
+def run(options: FrontendOptions) -> dict[str, Any]:
+    """The figures of every load. Raises RuntimeError when an answer was not complete."""
+    results: dict[str, Any] = {"options": asdict(options), "machine": _machine()}
+    for count in sorted({1, options.frontends}):
+        with _stack(count) as (engine, services):
+            results[f"{count}_frontend{'s' if count > 1 else ''}"] = _measured(
+                options, engine, services, with_halves=count == 1
+            )
+    return results
+
+
+def table(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """Lines for the terminal."""
+    lines = []
+    for group, loads in results.items():
+        if "_frontend" not in group:
+            continue
+        lines.append((group.replace("_", " "), ""))
+        for name, found in loads.items():
+            unit = "tokens" if "stream" in name else "requests"
+            lines += [
+                (f"  {name}", f"{found[f'{unit}_per_s']:>10,.0f} {unit}/s"),
+                ("    added ms", _listed(found["added_ms"])),
+                ("    token late ms", _listed(found["late_ms"])),
+                ("    tokens per chunk", f"{found['tokens_per_chunk']:.2f}"),
+                ("    cores", _listed(found["cpu_share"])),
+            ]
+    return lines
+
+
+def _listed(figures: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:,.2f}" for name, value in figures.items())
+
+
+@contextmanager
+def _stack(num_frontends: int) -> Iterator[tuple[ClockEngine, Services]]:
+    with tempfile.TemporaryDirectory(prefix="tidemill-clock-") as name:
+        first = write_clock(_MODEL, Path(name))
+        with (
+            clock_engine(first) as engine,
+            running_frontends(engine.port, num_frontends, f"--tokenizer={name}") as services,
+        ):
+            yield engine, services
+
+
+def _measured(
+    options: FrontendOptions, engine: ClockEngine, services: Services, *, with_halves: bool
+) -> dict[str, Any]:
+    """By name; half loads are half of what was just delivered."""
+    sse_s = options.streams / options.sse_tokens_per_s
+    grpc_s = options.streams / options.grpc_tokens_per_s
+    found: dict[str, Any] = {}
+    for load in (
+        _Load("unary HTTP", "http", False, _UNARY_STEP_S),
+        _Load("unary gRPC", "grpc", False, _UNARY_STEP_S),
+        _Load("SSE streams", "http", True, sse_s),
+        _Load("gRPC streams", "grpc", True, grpc_s),
+    ):
+        full = found[load.name] = _one(options, engine, services, load)
+        if with_halves:
+            half = load._replace(name=f"{load.name}, half")
+            if load.is_stream:
+                half = half._replace(step_s=2 * options.streams / full["tokens_per_s"])
+            else:
+                half = half._replace(rate=full["requests_per_s"] / 2)
+            found[half.name] = _one(options, engine, services, half)
+    return found
+
+
+def _one(
+    options: FrontendOptions, engine: ClockEngine, services: Services, load: _Load
+) -> dict[str, Any]:
+    engine.set_step(load.step_s)
+    ports = services.ports if load.face == "http" else services.grpc_ports
+    plans = [_plan(options, port, load) for port in ports]
+    processes = replace(services, processes={**services.processes, "engine": engine.process})
+    marks: list[dict[str, float]] = []
+    seen = generate_load(plans, lambda: marks.append(processes.cpu_s()))
+    before, after = marks
+    cpu_s = {role: after[role] - before[role] for role in after} | {"busiest client": seen.cpu_s}
+    figures = _figures(seen, cpu_s)
+    print(f"{len(ports)} x {load.name}: {figures}", file=sys.stderr)
+    return figures
+
+
+def _plan(options: FrontendOptions, port: int, load: _Load) -> Plan:
+    lengths = [options.answer_len]
+    concurrency = options.concurrency
+    if load.is_stream:
+        lengths = [_SHORTEST + number * 97 % _SPREAD for number in range(_SPREAD)]
+        concurrency = options.streams
+    is_http = load.face == "http"
+    make = http_chat if is_http else grpc_chat
+    return Plan(
+        port=port,
+        path="" if is_http else grpc_path(is_stream=load.is_stream),
+        contents=[make(n, length, is_stream=load.is_stream) for n, length in enumerate(lengths)],
+        lengths=lengths,
+        concurrency=concurrency if load.rate is None else _SPARE * concurrency,
+        rate=load.rate,
+        warm_up_s=options.seconds * _WARM_UP,
+        seconds=options.seconds,
+    )
+
+
+def _figures(seen: Seen, cpu_s: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "requests_per_s": round(seen.requests / seen.seconds, 1),
+        "tokens_per_s": round(seen.tokens / seen.seconds, 1),
+        "tokens_per_chunk": round(len(seen.late_ms) / max(1, seen.chunks), 3),
+        "added_ms": percentiles_ms([one / 1e3 for one in seen.added_ms]),
+        "late_ms": percentiles_ms([one / 1e3 for one in seen.late_ms]),
+        "cpu_share": {role: round(spent / seen.seconds, 3) for role, spent in cpu_s.items()},
+        "cpu_us_per_request": _per(cpu_s, seen.requests),
+        "cpu_us_per_token": _per(cpu_s, seen.tokens),
+    }
+
+
+def _per(cpu_s: Mapping[str, float], count: int) -> dict[str, float]:
+    return {role: round(1e6 * spent / max(1, count), 2) for role, spent in cpu_s.items()}
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "load_average_at_start": os.getloadavg()[0],
+        "packages": {name: metadata.version(name) for name in _PACKAGES},
+    }

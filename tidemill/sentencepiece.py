@@ -1,0 +1,78 @@
+"""SentencePiece models (tokenizer.model) as the tokenizers library reads them.
+
+transformers converts; what it makes is compared with SentencePiece itself, because a model that
+normalises in its own way would else get other tokens than it was trained on, and nobody would see.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tidemill.runtime.errors import FailedPrecondition
+
+MODEL_FILE = "tokenizer.model"
+_PLAIN = "LlamaTokenizer"
+"""The class whose tokenizer does what the model file says, and nothing more."""
+_GENERIC = ("", "PreTrainedTokenizer", "TokenizersBackend", "SentencePieceBackend")
+_SAMPLES = (
+    "Hello world, how are you?",
+    "a  b   c\n\n\td\r\ne ",
+    "naïve Größe, 東京の海 и вода 🌊",
+    "def f(x):\n    return {'k': x[0] ** 2}\n",
+    "１２３ ﬁne ½ Å 2026-11-22T05:00:00Z",  # noqa: RUF001 (letters that NFKC would change)
+)
+"""They do not begin with a space: whether that one is kept is the one thing that differs."""
+
+
+def tokenizer_json(folder: Path) -> str:
+    """tokenizer.json for `folder`, which has a tokenizer.model instead. Blocks for seconds.
+
+    Raises FailedPrecondition, saying what to do, where libraries are missing, where the file cannot
+    be read and where the conversion does not encode as SentencePiece does.
+    """
+    try:
+        import sentencepiece
+        import transformers
+    except ModuleNotFoundError as missing:
+        raise FailedPrecondition(
+            f"{folder} has a {MODEL_FILE} and no tokenizer.json, and reading it needs "
+            f"{missing.name}, which is not installed: pip install transformers sentencepiece, or "
+            "put a tokenizer.json there",
+            reason="TOKENIZER_MISSING",
+        ) from missing
+    name = _class_name(folder)
+    try:
+        exact = sentencepiece.SentencePieceProcessor(model_file=str(folder / MODEL_FILE))
+        loaded = getattr(transformers, name).from_pretrained(str(folder), local_files_only=True)
+        backend = loaded.backend_tokenizer
+    except Exception as failure:  # both libraries raise what their parsers raise
+        raise FailedPrecondition(
+            f"{folder / MODEL_FILE} cannot be converted as a {name}: "
+            f"{type(failure).__name__}: {failure}; put a tokenizer.json beside it",
+            reason="TOKENIZER_BROKEN",
+        ) from failure
+    _check(folder, exact.encode, lambda text: backend.encode(text, add_special_tokens=False).ids)
+    return str(backend.to_str())
+
+
+def _class_name(folder: Path) -> str:
+    """transformers' class for the folder: that of tokenizer_config.json, else the plain one."""
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
+    return _PLAIN if name in _GENERIC else name
+
+
+def _check(
+    folder: Path, expected: Callable[[str], Any], converted: Callable[[str], list[int]]
+) -> None:
+    for text in _SAMPLES:
+        if converted(text) != list(expected(text)):
+            raise FailedPrecondition(
+                f"{folder / MODEL_FILE}: its conversion does not encode {text!r} as SentencePiece "
+                "does; put a tokenizer.json beside it that does",
+                reason="TOKENIZER_BROKEN",
+            )

@@ -1,0 +1,187 @@
+"""How a client's calls travel: inside the caller's trace, within one deadline, and again where the
+server says that it has done nothing yet and that waiting helps.
+
+It knows no method: what a call sends and what its answer means is `tidemill.client`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import AsyncGenerator, Generator
+from typing import Any
+
+import grpc
+
+from tidemill.exchange import CallOptions, metadata_of, timeout_of
+from tidemill.runtime.errors import ServiceError
+from tidemill.runtime.rpc import to_error
+
+DEFAULT_RETRIES = 2
+_LOOK_UPS = frozenset({"Tokenize", "Detokenize", "ListModels", "GetModel"})
+"""Methods so cheap that they may be asked again whenever the other side was gone."""
+_PAUSE_S = 0.2
+"""Before a look-up is asked again."""
+_SPREAD = 0.25
+"""Share of a pause by which it is drawn longer, so that callers refused together return apart."""
+
+
+class Attempts:
+    """One call's attempts and what is left of its time."""
+
+    def __init__(self, method: str, options: CallOptions | None, max_retries: int) -> None:
+        self._is_look_up = method in _LOOK_UPS
+        self._left = max_retries
+        timeout_s = timeout_of(options)
+        self._until = None if timeout_s is None else time.monotonic() + timeout_s
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Of the next attempt: the deadline holds for all of them together."""
+        return None if self._until is None else max(self._until - time.monotonic(), 0.0)
+
+    def pause_after(self, error: ServiceError) -> float | None:
+        """Seconds until the call may be sent again; None where it must not be, or would not be
+        answered in time."""
+        if not self._left or not error.retriable:
+            return None
+        self._left -= 1
+        pause = self._asked_pause(error)
+        if pause is None:
+            return None
+        pause *= 1 + random.random() * _SPREAD
+        if self._until is not None and time.monotonic() + pause >= self._until:
+            return None
+        return pause
+
+    def _asked_pause(self, error: ServiceError) -> float | None:
+        """Without the server's word nobody knows how much of a generation was done, or whether it
+        was this one that took the server down."""
+        if error.retry_after_ms is not None:
+            return error.retry_after_ms / 1000
+        return _PAUSE_S if self._is_look_up else None
+
+
+class Calls:
+    """Blocking calls of a stub."""
+
+    def __init__(self, stub: Any, max_retries: int) -> None:
+        self._stub = stub
+        self._max_retries = max_retries
+
+    def answer(self, method: str, request: Any, options: CallOptions | None) -> Any:
+        """The response. Raises ServiceError."""
+        attempts = Attempts(method, options, self._max_retries)
+        while True:
+            try:
+                return self._send(method, request, options, attempts)
+            except grpc.RpcError as failure:
+                error = to_error(failure)
+                pause = attempts.pause_after(error)
+                if pause is None:
+                    raise error from failure
+            time.sleep(pause)
+
+    def stream(
+        self, method: str, request: Any, options: CallOptions | None
+    ) -> Generator[Any, None, None]:
+        """The messages; once there was one nothing is sent again. Leaving early ends the call."""
+        attempts = Attempts(method, options, self._max_retries)
+        while True:
+            call = self._send(method, request, options, attempts)
+            has_begun = False
+            try:
+                for message in call:
+                    has_begun = True
+                    yield message
+                return
+            except grpc.RpcError as failure:
+                error = to_error(failure)
+                pause = None if has_begun else attempts.pause_after(error)
+                if pause is None:
+                    raise error from failure
+            finally:
+                call.cancel()
+            time.sleep(pause)
+
+    def _send(
+        self, method: str, request: Any, options: CallOptions | None, attempts: Attempts
+    ) -> Any:
+        return getattr(self._stub, method)(
+            request, timeout=attempts.timeout_s, metadata=_metadata(options)
+        )
+
+
+class AsyncCalls:
+    """Calls of an asyncio stub."""
+
+    def __init__(self, stub: Any, max_retries: int) -> None:
+        self._stub = stub
+        self._max_retries = max_retries
+
+    async def answer(self, method: str, request: Any, options: CallOptions | None) -> Any:
+        """The response. Raises ServiceError."""
+        attempts = Attempts(method, options, self._max_retries)
+        while True:
+            call = self._send(method, request, options, attempts)
+            try:
+                return await call
+            except grpc.RpcError as failure:
+                error = to_error(failure)
+                pause = attempts.pause_after(error)
+                if pause is None:
+                    raise error from failure
+            finally:
+                call.cancel()
+            await asyncio.sleep(pause)
+
+    async def stream(
+        self, method: str, request: Any, options: CallOptions | None
+    ) -> AsyncGenerator[Any, None]:
+        """The messages; once there was one nothing is sent again. Leaving early ends the call."""
+        attempts = Attempts(method, options, self._max_retries)
+        while True:
+            call = self._send(method, request, options, attempts)
+            has_begun = False
+            try:
+                async for message in call:
+                    has_begun = True
+                    yield message
+                return
+            except grpc.RpcError as failure:
+                error = to_error(failure)
+                pause = None if has_begun else attempts.pause_after(error)
+                if pause is None:
+                    raise error from failure
+            finally:
+                call.cancel()  # leaving `async for` early does not end the call by itself
+            await asyncio.sleep(pause)
+
+    def _send(
+        self, method: str, request: Any, options: CallOptions | None, attempts: Attempts
+    ) -> Any:
+        return getattr(self._stub, method)(
+            request, timeout=attempts.timeout_s, metadata=_metadata(options)
+        )
+
+
+def _metadata(options: CallOptions | None) -> tuple[tuple[str, str], ...]:
+    """The options', and where they name no trace the caller's current one."""
+    pairs = metadata_of(options)
+    if any(name == "traceparent" for name, _ in pairs):
+        return pairs
+    return pairs + _current_trace()
+
+
+def _current_trace() -> tuple[tuple[str, str], ...]:
+    """W3C trace context of the span around the call, if there is one. Who has not imported
+    OpenTelemetry has none, and need not import it."""
+    if "opentelemetry.trace" not in sys.modules:
+        return ()
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return tuple(carrier.items())
