@@ -18,7 +18,11 @@ from tidemill.runtime.telemetry import TraceContext
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc as rpc
 
-_TASKS = {"embed": pb.POOL_TASK_EMBED, "score": pb.POOL_TASK_SCORE}
+_TASKS = {
+    "embed": pb.POOL_TASK_EMBED,
+    "classify": pb.POOL_TASK_CLASSIFY,
+    "score": pb.POOL_TASK_SCORE,
+}
 _GRACE_S = 1.0
 """How much longer than the deadline we wait for the engine's own word that it passed."""
 

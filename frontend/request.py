@@ -175,7 +175,8 @@ PoolInput = str | tuple[int, ...] | TextPair
 class PoolRequest:
     """Inputs whose hidden states are wanted; nothing is generated. None takes the engine's default.
 
-    `task` is embed or score; the latter goes through the model's head, of a single label.
+    `task` is embed, classify or score; the latter two go through the model's head, a score's of a
+    single label.
     """
 
     inputs: tuple[PoolInput, ...]

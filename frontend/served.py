@@ -5,7 +5,9 @@ It does not know connections.
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,8 @@ class ServedModel:
     tokenizer: TextTokenizer
     template: ChatTemplate
     output: OutputFormat
+    labels: Mapping[int, str]
+    """Names of a classifier's labels, as far as its config.json tells."""
 
 
 def load_model(config: FrontendConfig, facts: EngineFacts, folder: Path) -> ServedModel:
@@ -39,4 +43,14 @@ def load_model(config: FrontendConfig, facts: EngineFacts, folder: Path) -> Serv
         tokenizer=tokenizer,
         template=template,
         output=output_format(config.tool_call_parser, config.reasoning_parser, template.source),
+        labels=_labels(folder / "config.json"),
     )
+
+
+def _labels(path: Path) -> Mapping[int, str]:
+    """What transformers wrote as id2label; empty where there is nothing of the kind."""
+    try:
+        named = json.loads(path.read_text("utf-8")).get("id2label") or {}
+        return {int(number): str(name) for number, name in named.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}

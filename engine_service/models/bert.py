@@ -47,10 +47,12 @@ _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "rope_scaling": (None,),
 }
 _SEGMENTS = 2
-"""The most that a tokenizer tells apart; checkpoints may have vectors for more."""
+"""The most that BERT's tokenizers tell apart; checkpoints may have vectors for more."""
 
 
-def _traits(hf_config: HFConfig, **own: Any) -> ModelTraits:
+def _traits(
+    hf_config: HFConfig, *, first_position: int, max_segments: int, **own: Any
+) -> ModelTraits:
     refuse_unknown(hf_config, implements=("hidden_act",))
     refuse_unknown(hf_config, neutral_values=_IMPLEMENTED)
     hidden_size = positive(hf_config, "hidden_size")
@@ -67,7 +69,7 @@ def _traits(hf_config: HFConfig, **own: Any) -> ModelTraits:
         norm_eps=float(hf_config.get("layer_norm_eps", 1e-12)),
         rope=None,
         windows=full_windows(hf_config),
-        max_model_len=positive(hf_config, "max_position_embeddings"),
+        max_model_len=positive(hf_config, "max_position_embeddings") - first_position,
         tie_embeddings=False,
         dtype=read_dtype(hf_config),
         eos_token_ids=(),
@@ -76,7 +78,7 @@ def _traits(hf_config: HFConfig, **own: Any) -> ModelTraits:
         default_method="",
         methods=(),
         pooling="mean",
-        num_segments=min(_SEGMENTS, int(hf_config.get("type_vocab_size", _SEGMENTS))),
+        num_segments=min(max_segments, int(hf_config.get("type_vocab_size", _SEGMENTS))),
         **own,
     )
 
@@ -133,10 +135,17 @@ class Bert(CausalModel):
 
     prefix = ""
     """Of all names of the encoder's tensors."""
+    max_segments = _SEGMENTS
+
+    @classmethod
+    def first_position(cls, hf_config: HFConfig) -> int:
+        """Of the table of positions, the row of a prompt's first token."""
+        return 0
 
     @classmethod
     def read_traits(cls, hf_config: HFConfig, added_tokens: Mapping[str, int]) -> ModelTraits:
-        return _traits(hf_config)
+        first = cls.first_position(hf_config)
+        return _traits(hf_config, first_position=first, max_segments=cls.max_segments)
 
     @classmethod
     def create(
@@ -162,7 +171,8 @@ class Bert(CausalModel):
         size, segments = traits.hidden_size, int(hf_config.get("type_vocab_size", _SEGMENTS))
         self.traits = traits
         self.words = Embedding(traits.num_segments * traits.vocab_size, size, **where)
-        self.positions = Embedding(traits.max_model_len, size, **where)
+        self._first = self.first_position(hf_config)
+        self.positions = Embedding(traits.max_model_len + self._first, size, **where)
         self.segments = Embedding(segments, size, **where)
         self.norm = LayerNorm(size, traits.norm_eps, **where)
         act = hf_config.get("hidden_act") or "gelu"
@@ -175,7 +185,8 @@ class Bert(CausalModel):
     def forward(
         self, hidden_TE: torch.Tensor, positions_T: torch.Tensor, step: AttentionStep
     ) -> torch.Tensor:
-        hidden_TE = self.norm(hidden_TE + functional.embedding(positions_T, self.positions.weight))
+        positions = self.positions.weight[self._first :]
+        hidden_TE = self.norm(hidden_TE + functional.embedding(positions_T, positions))
         # Attention turns heads as it stores them: here by nothing.
         angles = (len(hidden_TE), 1, self.traits.head_dim)
         rotary = hidden_TE.new_ones(angles), hidden_TE.new_zeros(angles)
@@ -215,12 +226,17 @@ class BertClassifier(Bert):
     """A pooler and a head over the first position: a cross-encoder, where it has a single label."""
 
     prefix = "bert."
+    pooler_prefix, head_name = "bert.pooler", "classifier"
+    """Of the two layers' tensors."""
 
     @classmethod
     def read_traits(cls, hf_config: HFConfig, added_tokens: Mapping[str, int]) -> ModelTraits:
         labels = hf_config.get("id2label")
         count = len(labels) if labels else int(hf_config.get("num_labels", 2))
-        return _traits(hf_config, num_labels=count)
+        first = cls.first_position(hf_config)
+        return _traits(
+            hf_config, first_position=first, max_segments=cls.max_segments, num_labels=count
+        )
 
     def __init__(
         self,
@@ -234,7 +250,7 @@ class BertClassifier(Bert):
         size = traits.hidden_size
         linear = partial(Linear, size, bias=True, scheme=Unquantized(), device=device, dtype=dtype)
         self.pooler = linear({"dense": size})
-        self.head = linear({"classifier": traits.num_labels})
+        self.head = linear({self.head_name: traits.num_labels})
         self._activate = _head_activation(hf_config, traits.num_labels)
 
     def label_probs(self, pooled_NE: torch.Tensor) -> torch.Tensor:
@@ -243,7 +259,7 @@ class BertClassifier(Bert):
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         head = {name.removeprefix("head."): slot for name, slot in self.head.slots("head").items()}
-        return super().weight_slots() | self.pooler.slots(f"{self.prefix}pooler") | head
+        return super().weight_slots() | self.pooler.slots(self.pooler_prefix) | head
 
 
 def _head_activation(

@@ -65,7 +65,7 @@ def embeddings_routes(desk: FrontDesk) -> APIRouter:
         """A vector for every input."""
         body = parse(await read_body(request, desk.config.max_body_bytes), EmbeddingsBody)
         asked = PoolRequest(
-            inputs=_inputs(body.input),
+            inputs=to_inputs(body.input),
             dimensions=body.dimensions,
             normalize=body.normalize,
             **common(body),
@@ -102,7 +102,8 @@ def pooled_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _inputs(given: str | list[str] | list[int] | list[list[int]]) -> tuple[PoolInput, ...]:
+def to_inputs(given: str | list[str] | list[int] | list[list[int]]) -> tuple[PoolInput, ...]:
+    """One input or several, whichever way they were written."""
     if isinstance(given, str):
         return (given,)
     ids = tuple(one for one in given if isinstance(one, int))

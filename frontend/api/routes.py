@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from frontend.api import chat, completions
 from frontend.api.admin import admin_routes
+from frontend.api.classify import classify_routes
 from frontend.api.document import DocumentedApp, documented
 from frontend.api.embeddings import embeddings_routes
 from frontend.api.health import health_routes
@@ -58,6 +59,7 @@ def build_http(desk: FrontDesk) -> FastAPI:
 
     # Behind those above, which are asked most: routes are tried one after the other.
     app.include_router(admin_routes(desk))
+    app.include_router(classify_routes(desk))
     app.include_router(embeddings_routes(desk))
     app.include_router(health_routes(desk))
     app.include_router(job_routes(desk))

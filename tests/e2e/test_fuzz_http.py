@@ -38,6 +38,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [3, 4]},
 }
+REFUSED = {"/classify": {"input": "a"}, "/v1/classify": {"input": "a"}}
+"""What the model of the stack does not do."""
 JUNK: list[Any] = [
     None, 0, -1, 2**31, 2**63, 1e308, -0.5, "", "a", "x" * 5000, "\x00", "é🙂", "\ud800", [], {},
     [[]], [None], [-1], [2**40], {"a": 1}, {"type": "x"}, True, False, ["a", {"b": []}],
@@ -99,19 +101,23 @@ def is_sound(status: int, text: str) -> bool:
 
 async def test_every_route_is_drawn_for(faces: Faces) -> None:
     paths = (await faces.http.get("/openapi.json")).json()["paths"]
-    assert {path for path, one in paths.items() if "post" in one and "{" not in path} == {*SERVED}
+    assert {path for path, one in paths.items() if "post" in one and "{" not in path} == {
+        *SERVED, *REFUSED
+    }  # fmt: skip
     for path, body in SERVED.items():
         answer = await faces.http.post(path, json=body)
         assert answer.status_code in (200, 202), (path, answer.text)
+    for path, body in REFUSED.items():
+        assert (await faces.http.post(path, json=body)).status_code == 400
 
 
-@pytest.mark.parametrize("path", SERVED)
+@pytest.mark.parametrize("path", [*SERVED, *REFUSED])
 async def test_no_body_is_too_strange(faces: Faces, path: str, seed: int) -> None:
     document = (await faces.http.get("/openapi.json")).json()
     drawer = Drawer(document, random.Random(seed))
     statuses = set()
     for _ in range(NUM_BODIES):
-        body = drawer.body(schema_of(document, path), SERVED[path])
+        body = drawer.body(schema_of(document, path), (SERVED | REFUSED)[path])
         content = json.dumps(body)
         headers = {"content-type": "application/json"}
         answer = await faces.http.post(path, content=content, headers=headers)

@@ -1,8 +1,9 @@
-"""Tiny BERT checkpoints with random weights, and a tokenizer for them."""
+"""Tiny checkpoints of BERT's shape with random weights, and a tokenizer for them."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ SIZES = {
 def write(folder: Path, kind: str, seed: int = 0, **options: Any) -> Any:
     """Saves a checkpoint with random weights and returns transformers' model of it."""
     torch.manual_seed(seed)
-    model = getattr(transformers, kind)(transformers.BertConfig(**SIZES | options)).eval()
+    family = re.split("Model|For", kind)[0]
+    config = getattr(transformers, f"{family}Config")(**SIZES | options)
+    model = getattr(transformers, kind)(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_norm = name.endswith("LayerNorm.weight")

@@ -31,7 +31,11 @@ IMPLEMENTED = {
     "LLaDAMoEModelLM": {"num_experts", "partial_rotary_factor"},
     "MixtralForCausalLM": {"num_experts"},
     "Qwen3MoeForCausalLM": {"num_experts"},
+    "RobertaForSequenceClassification": {"hidden_act"},
+    "RobertaModel": {"hidden_act"},
     "SDARMoeForCausalLM": {"num_experts"},
+    "XLMRobertaForSequenceClassification": {"hidden_act"},
+    "XLMRobertaModel": {"hidden_act"},
 }
 """Keys that most architectures refuse, and that these read."""
 
@@ -51,8 +55,12 @@ def test_every_architecture_is_found_by_name() -> None:
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
+        "RobertaForSequenceClassification",
+        "RobertaModel",
         "SDARForCausalLM",
         "SDARMoeForCausalLM",
+        "XLMRobertaForSequenceClassification",
+        "XLMRobertaModel",
     )
     for name in REGISTRY.names():
         assert traits(name, mask_token_id=3).architecture == name
@@ -147,7 +155,7 @@ def test_heads_default_as_the_architecture_says() -> None:
 )
 @pytest.mark.parametrize("architecture", REGISTRY.names())
 def test_unknown_traits_are_refused(architecture: str, changes: dict[str, Any]) -> None:
-    turns = not architecture.startswith("Bert")
+    turns = not architecture.startswith(("Bert", "Roberta", "XLMRoberta"))
     named = "rope_type" if "rope_scaling" in changes and turns else next(iter(changes))
     if named in IMPLEMENTED.get(architecture, ()):
         traits(architecture, mask_token_id=1, **changes)

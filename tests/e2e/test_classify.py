@@ -1,0 +1,88 @@
+"""What a classifier says of texts, over real processes, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from tests.e2e.real_stack import Stack, free_port, frontend, running
+from tests.models.encoders import write, write_tokenizer
+from tests.waiting import http_client
+
+TEXTS = ["the sea is calm", "x", "reverse harbour"]
+NAMES = {0: "calm", 1: "rough", 2: "wild"}
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory):
+    """A folder, transformers' model of it, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("roberta")
+    model = write(
+        folder,
+        "XLMRobertaForSequenceClassification",
+        num_labels=3,
+        id2label=NAMES,
+        label2id={name: number for number, name in NAMES.items()},
+        pad_token_id=0,
+    )
+    return folder, model, write_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def served(classifier, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    logs, port = tmp_path_factory.mktemp("stack"), free_port()
+    flags = (f"--engine-port={port}", "--drain-timeout-s=1")
+    with (
+        running(logs, "engine", str(classifier[0]), *flags),
+        frontend(logs, port, "--served-model-name=sea") as stack,
+    ):
+        stack.wait_ready()
+        yield stack
+
+
+async def asked(stack: Stack, path: str = "/classify", **body: object) -> httpx.Response:
+    async with http_client(stack.url) as http:
+        return await http.post(path, json=body)
+
+
+@pytest.mark.parametrize("path", ["/classify", "/v1/classify"])
+async def test_probabilities_and_labels_are_those_of_transformers(
+    served: Stack, classifier, path: str
+) -> None:
+    _, model, tokenizer = classifier
+    ids = [tokenizer.encode(text).ids for text in TEXTS]
+    with torch.no_grad():
+        wanted = [model(torch.tensor([one])).logits[0].softmax(-1).numpy() for one in ids]
+    for given in (TEXTS, ids):
+        response = await asked(served, path, model="sea", input=given)
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        assert answer["model"] == "sea"
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+        assert [one["index"] for one in answer["data"]] == [0, 1, 2]
+        for one, probs in zip(answer["data"], wanted, strict=True):
+            np.testing.assert_allclose(one["probs"], probs, atol=1e-5)
+            assert one["label"] == NAMES[int(probs.argmax())]
+            assert one["num_classes"] == 3
+    (alone,) = (await asked(served, path, input=TEXTS[0])).json()["data"]
+    np.testing.assert_allclose(alone["probs"], wanted[0], atol=1e-5)
+
+
+async def test_what_cannot_be_is_named(served: Stack, stack: Stack) -> None:
+    for body, param in (
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": "a", "activation": False}, "activation"),
+        ({"input": "a " * 100}, "input"),
+        ({"input": "a", "model": "lake"}, "model"),
+    ):
+        answer = await asked(served, **body)
+        assert answer.status_code in (400, 404), answer.text
+        assert answer.json()["error"]["param"] == param
+    generator = await asked(stack, input="a")
+    assert generator.status_code == 400
+    assert "does not serve classify" in generator.json()["error"]["message"]
