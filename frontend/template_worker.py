@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import struct
+from pathlib import Path
 
 from frontend.request import Chat
 from frontend.template import ChatTemplate
@@ -20,7 +21,6 @@ from tidemill.runtime.errors import InvalidRequest
 
 HEAD = struct.Struct("<IB")
 """Of every frame: its length, and of answers their kind."""
-TEXT, REFUSED, FAILED = range(3)
 READY, TEXT, REFUSED, TOO_LONG = range(4)
 MEMORY_BYTES = 1 << 30
 _MOST_MESSAGE_CHARS = 1000
@@ -61,14 +61,12 @@ def _shut_in() -> None:
     """Loads what rendering loads, then takes from this process what a template may not have."""
     ChatTemplate(_SAMPLE, {}).render(Chat(messages=[{"role": "user", "content": "."}]))
     gc.freeze()
-    with open("/proc/self/statm") as statm:
-        mapped = int(statm.read().split()[0]) * resource.getpagesize()
-    for limit, most in (
-        (resource.RLIMIT_NOFILE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_AS, mapped + MEMORY_BYTES),
-    ):
+    limits = [(resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)]
+    statm = Path("/proc/self/statm")
+    if statm.exists():  # elsewhere than on Linux nothing bounds the memory that one may map
+        mapped = int(statm.read_text().split()[0]) * resource.getpagesize()
+        limits.append((resource.RLIMIT_AS, mapped + MEMORY_BYTES))
+    for limit, most in (*limits, (resource.RLIMIT_NOFILE, 0)):
         hard = resource.getrlimit(limit)[1]
         bounded = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(limit, (bounded, bounded))

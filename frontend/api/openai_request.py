@@ -24,6 +24,8 @@ from frontend.validation import check_streamed
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 Parsed = TypeVar("Parsed", bound=Body)
+MAX_DEPTH = 128
+"""Objects and lists inside of each other; what writes JSON again ends at a few hundred."""
 
 
 def parse(body: bytes, kind: type[Parsed]) -> Parsed:
@@ -38,6 +40,11 @@ def parse(body: bytes, kind: type[Parsed]) -> Parsed:
     if not isinstance(loaded, dict):
         raise InvalidRequest(
             f"the request body must be a JSON object, not {type(loaded).__name__}",
+            reason="INVALID_JSON",
+        )
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_deeper(loaded, MAX_DEPTH):
+        raise InvalidRequest(
+            f"the request body has more than {MAX_DEPTH} objects and lists inside of each other",
             reason="INVALID_JSON",
         )
     try:
@@ -251,6 +258,17 @@ def with_arguments(call: Any, param: str) -> dict[str, Any]:
         return {**call, "function": function}
     except (KeyError, TypeError, ValueError) as failure:
         raise InvalidRequest(f"{param}: not a tool call: {failure}", param=param) from failure
+
+
+def _is_deeper(value: dict[str, Any], depth: int) -> bool:
+    """Whether there are more than `depth` levels of objects and lists."""
+    level: list[dict[str, Any] | list[Any]] = [value]
+    for _ in range(depth):
+        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [one for some in inner for one in some if isinstance(one, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

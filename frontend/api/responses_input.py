@@ -48,16 +48,22 @@ def page(items: Items, query: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _item(given: InputItem, suffix: str) -> dict[str, Any]:
+    """Texts alone are kept of contents: nothing else in them is served."""
     kind = given.type or "message"
     item = given.model_dump(exclude_none=True) | {"type": kind}
     item.setdefault("id", f"{kind}_{suffix}")
     if kind == "reasoning":
-        return {"summary": [], **item}
+        return {**item, "summary": [], "content": _parts(given.content, "reasoning_text")}
     item.setdefault("status", "completed")
-    if kind == "message" and isinstance(given.content, str):
+    if kind == "message":
         is_said = given.role == "assistant"
-        part: dict[str, Any] = {"type": "input_text", "text": given.content}
-        if is_said:
-            part = {"type": "output_text", "text": given.content, "annotations": []}
-        item["content"] = [part]
+        item["content"] = _parts(given.content, "output_text" if is_said else "input_text")
+    if isinstance(given.output, list):
+        item["output"] = _parts(given.output, "input_text")
     return item
+
+
+def _parts(content: str | list[dict[str, Any]] | None, kind: str) -> list[dict[str, Any]]:
+    texts = [content] if isinstance(content, str) else [one.get("text") for one in content or ()]
+    beside: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
+    return [{"type": kind, "text": str(text or ""), **beside} for text in texts]

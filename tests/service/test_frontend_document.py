@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from frontend.api.openai_request import MAX_DEPTH
 from tests.service.frontends import stack
 
 HI = [{"role": "user", "content": "hi"}]
@@ -67,3 +68,29 @@ async def test_bodies_that_are_served_fit_the_document(document: Any, path: str)
     jsonschema.validate(BODIES[path], schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**BODIES[path], "model": 3}, schema)
+
+
+async def test_no_route_takes_a_body_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    """What is wide is no deeper for it, and the last level that is served is."""
+
+    def body(num_levels: int) -> str:
+        inner = num_levels - 1  # beside the object itself
+        return '{"messages": 3, "x": ' + "[" * inner + "]" * inner + "}"
+
+    async with stack(tmp_path) as served, served.http() as client:
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        posts = [path for path, one in paths.items() if "post" in one and "{" not in path]
+        assert len(posts) > 10
+        for path in posts:
+            for num_levels in (MAX_DEPTH + 1, 300, 900):
+                answer = await client.post(path, content=body(num_levels))
+                assert answer.status_code == 400, (path, answer.text)
+                assert "inside of each other" in answer.text
+        for fine in (body(MAX_DEPTH), '{"messages": 3, "x": ' + json.dumps([[1]] * 1000) + "}"):
+            answer = await client.post("/v1/chat/completions", content=fine)
+            assert answer.json()["error"]["param"] == "messages"
+        parameters = json.loads('{"a": ' + "[" * 100 + "]" * 100 + "}")
+        tool = {"type": "function", "name": "f", "parameters": parameters}
+        asked = {"input": "a", "max_output_tokens": 2, "tools": [tool], "tool_choice": "none"}
+        answer = await client.post("/v1/responses", json={**asked, "stream": True})
+        assert "event: response.incomplete" in answer.text
