@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 _DEEPEST = 6
 _MANY = 1000
-"""Copies of one value, now and then."""
+"""Copies of one value, now and then, of a message if it is small."""
+_SMALL = 1000
 _INTEGERS = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
@@ -79,7 +80,8 @@ def _put(draw: Draw, message: Any, field: FieldDescriptor, depth: int) -> None:
                 entry[draw(_values(key))] = draw(_values(value))
     elif field.is_repeated:
         made = [_one(draw, field, depth) for _ in range(draw(st.integers(0, 3)))]
-        if made and draw(st.integers(0, 9)) == 9:
+        is_small = inner is None or (depth == 0 and made and made[0].ByteSize() < _SMALL)
+        if is_small and draw(st.integers(0, 9)) == 9:
             made = made[:1] * _MANY
         getattr(message, field.name).extend(made)
     elif inner is not None:

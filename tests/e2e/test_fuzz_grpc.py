@@ -7,6 +7,7 @@ or any. A new method is drawn for as soon as it stands in the contract.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -145,9 +146,10 @@ def test_no_message_is_too_strange(
             vary(data.draw, request)
         else:
             request.CopyFrom(draw_message(data.draw, method.input_type))
+        began = time.monotonic()
         status = status_of(call, method, request, timeout)
         assert status not in BUGS, (status, request)
-        assert generates or status is not grpc.StatusCode.DEADLINE_EXCEEDED, request
+        assert generates or time.monotonic() - began < timeout, request
         seen.add(status)
 
     ask()

@@ -59,7 +59,9 @@ class Served:
             parent = parents.pop()
             for text in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
                 words = Path(f"/proc/{text}/cmdline").read_bytes().decode().split("\0")
-                name = words[2] if words[1] == "-m" else f"{words[2]} {text}"
+                name = f"{' '.join(words)} {text}"
+                if "-m" in words:
+                    name = words[words.index("-m") + 1]
                 found[name] = int(text)
                 parents.append(int(text))
         return found

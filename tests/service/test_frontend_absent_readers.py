@@ -26,7 +26,7 @@ async def test_clients_that_do_not_read_leave_nothing_behind(tmp_path: Path) -> 
         await until(lambda: engine.sent >= 360 * CLIENTS)
         assert len(asyncio.all_tasks()) > before + CLIENTS
         assert (await client.post("/v1/completions", json=body)).status_code == 200
-        await absent.read_a_little()
+        await absent.read_a_little(CLIENTS // 2)
         assert desk.num_live == CLIENTS
         await absent.vanish()
         await until(lambda: engine.live == desk.num_live == desk.engine.num_slots == 0)
