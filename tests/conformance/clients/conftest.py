@@ -7,7 +7,7 @@ import os
 import re
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -32,14 +32,28 @@ def num_cancelled() -> int:
     return int(float(found[1])) if found else 0
 
 
+def num_requests() -> int:
+    """Those that the frontend is working on."""
+    return int(json.loads(fetched("/health"))["requests"])
+
+
+def until(condition: Callable[[], bool], otherwise: str) -> None:
+    """Waits for what the server does."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)
+
+
 @contextmanager
 def _abandoned() -> Iterator[None]:
+    until(lambda: num_requests() == 0, "an earlier request does not end")
     before = num_cancelled()
     yield
-    deadline = time.monotonic() + PATIENCE_S
-    while (num_cancelled(), json.loads(fetched("/health"))["requests"]) != (before + 1, 0):
-        assert time.monotonic() < deadline, "the server did not notice that its client left"
-        time.sleep(0.02)
+    until(
+        lambda: (num_cancelled(), num_requests()) == (before + 1, 0),
+        "the server did not notice that its client left",
+    )
 
 
 @pytest.fixture
@@ -53,6 +67,12 @@ def abandoned() -> AbstractContextManager[None]:
     """A block in which the client leaves one request, which must end as one that nobody wants:
     not as finished, and with nothing left in the frontend."""
     return _abandoned()
+
+
+@pytest.fixture
+def busy() -> Callable[[], None]:
+    """Returns once the server works on a request."""
+    return lambda: until(lambda: num_requests() > 0, "no request came")
 
 
 @pytest.fixture

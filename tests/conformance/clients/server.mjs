@@ -24,16 +24,30 @@ async function numCancelled() {
   return found ? Number(found[1]) : 0;
 }
 
+async function numRequests() {
+  const { requests } = await (await fetch(`${url}/health`)).json();
+  assert.equal(typeof requests, "number");
+  return requests;
+}
+
+async function until(condition, otherwise) {
+  const deadline = Date.now() + PATIENCE_MS;
+  while (!(await condition())) {
+    assert(Date.now() < deadline, otherwise);
+    await setTimeout(20);
+  }
+}
+
+// Returns once the server works on a request.
+export const busy = () => until(async () => (await numRequests()) > 0, "no request came");
+
 // `leave` leaves one request, which must end as one that nobody wants: not as finished, and with
 // nothing left in the frontend.
 export async function abandoned(leave) {
+  const isIdle = async () => (await numRequests()) === 0;
+  await until(isIdle, "an earlier request does not end");
   const before = await numCancelled();
   await leave();
-  const deadline = Date.now() + PATIENCE_MS;
-  for (;;) {
-    const { requests } = await (await fetch(`${url}/health`)).json();
-    if (requests === 0 && (await numCancelled()) === before + 1) return;
-    assert(Date.now() < deadline, "the server did not notice that its client left");
-    await setTimeout(20);
-  }
+  const isOver = async () => (await isIdle()) && (await numCancelled()) === before + 1;
+  await until(isOver, "the server did not notice that its client left");
 }

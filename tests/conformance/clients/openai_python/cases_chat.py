@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -229,15 +229,19 @@ def test_a_stream_that_is_closed(
         stream.close()
 
 
-def test_a_call_that_is_given_up(url: str, abandoned: AbstractContextManager[None]) -> None:
+def test_a_call_that_is_given_up(
+    url: str, busy: Callable[[], None], abandoned: AbstractContextManager[None]
+) -> None:
     async def ask() -> None:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
             stream = await client.chat.completions.create(model="demo", messages=ASK, stream=True)
             assert [chunk async for chunk in stream]
-            with pytest.raises(openai.APITimeoutError):
-                await client.chat.completions.create(
-                    model="demo", messages=LONG, timeout=0.25, **ENDLESS
-                )
+            asked = client.chat.completions.create(model="demo", messages=LONG, **ENDLESS)
+            call = asyncio.ensure_future(asked)
+            await asyncio.to_thread(busy)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
 
     with abandoned:
         asyncio.run(ask())
