@@ -162,6 +162,8 @@ def _grammar(spec: ConstraintSpec, tokenizer: LLTokenizer) -> str:
 
 
 def _of_schema(text: str) -> str:
+    if text.strip() == "true":  # any JSON, in the form that can hold the defaults
+        text = "{}"
     return LLMatcher.grammar_from_json_schema(text, defaults=_SPACE)
 
 
