@@ -1,4 +1,7 @@
-"""Clients that ask for a stream and then hardly read it, or vanish. They do not know the server."""
+"""Clients that ask for a stream and then hardly read it, or vanish. They do not know the server.
+
+As a program it does a step for each line it is sent (open, read, vanish) and says when it is done.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import json
 import socket
 import struct
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -90,3 +94,20 @@ class AbsentReaders:
         request.options.ignore_eos = True
         stub = text_pb2_grpc.TextServiceStub(channel)
         self._calls += [stub.GenerateStream(request) for _ in range(count)]
+
+
+async def main(host: str, http_port: int, grpc_port: int, count: int, tokens: int) -> None:
+    absent = AbsentReaders(host, http_port, grpc_port, count, tokens)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        word, *rest = line.split()
+        if word == "open":
+            await absent.open()
+        elif word == "read":
+            await absent.read_a_little(int(rest[0]))
+        else:
+            await absent.vanish()
+        print(word, flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))
