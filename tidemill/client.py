@@ -59,8 +59,8 @@ class Client(PoolCalls):
     def __init__(
         self, address: str = DEFAULT_ADDRESS, *, max_retries: int = DEFAULT_RETRIES
     ) -> None:
-        """`max_retries`: how often a call is sent again where the server refused it before doing
-        anything and said when to come back; within the call's `timeout_s`."""
+        """`max_retries`: how often a call is sent again where the server refused it and said when
+        to come back; within the call's `timeout_s`, never what an engine died of."""
         self._channel = grpc.insecure_channel(address, options=channel_options(_MAX_MESSAGE_BYTES))
         self._calls = Calls(rpc.TextServiceStub(self._channel), max_retries)
 

@@ -1,5 +1,5 @@
 """How a client's calls travel: inside the caller's trace, within one deadline, and again where the
-server says that it has done nothing yet and that waiting helps.
+server says that waiting helps.
 
 It knows no method: what a call sends and what its answer means is `tidemill.client`'s.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from tidemill.exchange import CallOptions, metadata_of, timeout_of
-from tidemill.runtime.errors import ServiceError
+from tidemill.runtime.errors import EngineDead, ServiceError
 from tidemill.runtime.rpc import to_error
 
 DEFAULT_RETRIES = 2
@@ -57,9 +57,10 @@ class Attempts:
         return pause
 
     def _asked_pause(self, error: ServiceError) -> float | None:
-        """Without the server's word nobody knows how much of a generation was done, or whether it
-        was this one that took the server down."""
-        if error.retry_after_ms is not None:
+        """Without the server's word nobody knows how much of a generation was done. What an engine
+        died of is not fed to the next one, whatever the server says."""
+        is_deadly = error.reason == EngineDead.default_reason
+        if error.retry_after_ms is not None and not is_deadly:
             return error.retry_after_ms / 1000
         return _PAUSE_S if self._is_look_up else None
 

@@ -17,13 +17,21 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from tidemill.client import AsyncClient, Client
 from tidemill.exchange import CallOptions
-from tidemill.runtime.errors import InvalidRequest, Overloaded, ServiceError, Unavailable
+from tidemill.runtime.errors import (
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    ServiceError,
+    Unavailable,
+    from_grpc_code,
+)
 from tidemill.runtime.rpc import to_status
 from tidemill.v1 import text_pb2 as pb
 from tidemill.v1 import text_pb2_grpc as rpc
 
 BUSY = Overloaded("the queue is full", retry_after_ms=50)
 GONE = Unavailable("the engine is lost")
+DEAD = EngineDead("the engine was lost", retry_after_ms=50)
 WRONG = InvalidRequest("temperature is -1")
 
 
@@ -146,12 +154,12 @@ def test_no_more_often_than_allowed(ask: Ask, service: Refusing, address: str) -
 
 
 @every
-@pytest.mark.parametrize("failure", [GONE, WRONG], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("failure", [GONE, DEAD, WRONG], ids=lambda error: type(error).__name__)
 def test_what_may_have_run_is_not_sent_again(
     failure: ServiceError, ask: Ask, service: Refusing, address: str
 ) -> None:
     service.failures = [failure]
-    with pytest.raises(type(failure)):
+    with pytest.raises(from_grpc_code(failure.grpc_code)):
         ask(address)
     assert len(service.seen) == 1
 
