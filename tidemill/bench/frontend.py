@@ -67,13 +67,25 @@ class FrontendOptions:
 
 
 class _Load(NamedTuple):
-    """One measurement: `face` is http or grpc. Rates are per frontend; None: as many as go."""
+    """One measurement: `face` is http or grpc. Rates are per frontend; None: as many as go.
+
+    `wanted` requests or tokens per second are what one process is to carry; half of them is the
+    load at which it is to answer promptly.
+    """
 
     name: str
     face: str
     is_stream: bool
     step_s: float
+    wanted: int
     rate: float | None = None
+
+    def half(self, streams: int) -> _Load:
+        """Half of what is wanted, from so many streams."""
+        name, half = f"{self.name}, half", self.wanted / 2
+        if self.is_stream:
+            return self._replace(name=name, step_s=streams / half)
+        return self._replace(name=name, rate=half)
 
 
 def run(options: FrontendOptions) -> dict[str, Any]:
@@ -124,23 +136,19 @@ def _stack(num_frontends: int) -> Iterator[tuple[ClockEngine, Services]]:
 def _measured(
     options: FrontendOptions, engine: ClockEngine, services: Services, *, with_halves: bool
 ) -> dict[str, Any]:
-    """By name; half loads are half of what was just delivered."""
+    """By name."""
     sse_s = options.streams / options.sse_tokens_per_s
     grpc_s = options.streams / options.grpc_tokens_per_s
     found: dict[str, Any] = {}
     for load in (
-        _Load("unary HTTP", "http", False, _UNARY_STEP_S),
-        _Load("unary gRPC", "grpc", False, _UNARY_STEP_S),
-        _Load("SSE streams", "http", True, sse_s),
-        _Load("gRPC streams", "grpc", True, grpc_s),
+        _Load("unary HTTP", "http", False, _UNARY_STEP_S, 1_200),
+        _Load("unary gRPC", "grpc", False, _UNARY_STEP_S, 1_200),
+        _Load("SSE streams", "http", True, sse_s, 25_000),
+        _Load("gRPC streams", "grpc", True, grpc_s, 40_000),
     ):
-        full = found[load.name] = _one(options, engine, services, load)
+        found[load.name] = _one(options, engine, services, load)
         if with_halves:
-            half = load._replace(name=f"{load.name}, half")
-            if load.is_stream:
-                half = half._replace(step_s=2 * options.streams / full["tokens_per_s"])
-            else:
-                half = half._replace(rate=full["requests_per_s"] / 2)
+            half = load.half(options.streams)
             found[half.name] = _one(options, engine, services, half)
     return found
 
