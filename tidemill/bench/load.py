@@ -180,7 +180,8 @@ class _Run:
         """Each request when it is due, or as soon as a connection is free; it was due all the
         same, so waiting for a connection counts."""
         assert self._plan.rate is not None, "paced without a rate"
-        free: asyncio.LifoQueue[Asker] = asyncio.LifoQueue()
+        # In turn: a server closes connections that nobody uses for some seconds.
+        free: asyncio.Queue[Asker] = asyncio.Queue()
         for asker in askers:
             free.put_nowait(asker)
 
