@@ -40,7 +40,7 @@ class AbsentReaders:
         for begun in range(0, half, _AT_ONCE):
             size = min(_AT_ONCE, half - begun)
             await asyncio.gather(*(self._open_http() for _ in range(size)))
-            self._open_grpc(size)
+            await self._open_grpc(size)
 
     async def read_a_little(self, count: int) -> None:
         """Some bytes of the first `count` HTTP streams, and the first message of as many calls."""
@@ -83,10 +83,12 @@ class AbsentReaders:
         await loop.sock_connect(one, self._http)
         await loop.sock_sendall(one, head.encode() + content)
 
-    def _open_grpc(self, count: int) -> None:
+    async def _open_grpc(self, count: int) -> None:
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.lookahead_bytes", _LITTLE)]
         channel = grpc.aio.insecure_channel(self._grpc, options)
         self._channels.append(channel)
+        # Else all of HTTP's requests would be there first, and these would wait for their rows.
+        await channel.channel_ready()
         request = text_pb2.GenerateStreamRequest()
         request.prompt.text = "ab"
         request.options.sampling.max_tokens = self._tokens
