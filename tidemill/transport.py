@@ -42,9 +42,16 @@ class Attempts:
         """Of the next attempt: the deadline holds for all of them together."""
         return None if self._until is None else max(self._until - time.monotonic(), 0.0)
 
-    def pause_after(self, error: ServiceError) -> float | None:
-        """Seconds until the call may be sent again; None where it must not be, or would not be
-        answered in time."""
+    def pause_after(self, failure: grpc.RpcError, *, has_begun: bool = False) -> float:
+        """Seconds until the call may be sent again. Raises the failure's ServiceError where it must
+        not be, having `has_begun` to be answered for one, or would not be answered in time."""
+        error = to_error(failure)
+        pause = None if has_begun else self._pause(error)
+        if pause is None:
+            raise error from failure
+        return pause
+
+    def _pause(self, error: ServiceError) -> float | None:
         if not self._left or not error.retriable:
             return None
         self._left -= 1
@@ -65,12 +72,23 @@ class Attempts:
         return _PAUSE_S if self._is_look_up else None
 
 
-class Calls:
-    """Blocking calls of a stub."""
+class _Sender:
+    """A stub and how often a call may be sent to it again."""
 
     def __init__(self, stub: Any, max_retries: int) -> None:
         self._stub = stub
         self._max_retries = max_retries
+
+    def _send(
+        self, method: str, request: Any, options: CallOptions | None, attempts: Attempts
+    ) -> Any:
+        return getattr(self._stub, method)(
+            request, timeout=attempts.timeout_s, metadata=_metadata(options)
+        )
+
+
+class Calls(_Sender):
+    """Blocking calls of a stub."""
 
     def answer(self, method: str, request: Any, options: CallOptions | None) -> Any:
         """The response. Raises ServiceError."""
@@ -79,10 +97,7 @@ class Calls:
             try:
                 return self._send(method, request, options, attempts)
             except grpc.RpcError as failure:
-                error = to_error(failure)
-                pause = attempts.pause_after(error)
-                if pause is None:
-                    raise error from failure
+                pause = attempts.pause_after(failure)
             time.sleep(pause)
 
     def stream(
@@ -99,28 +114,14 @@ class Calls:
                     yield message
                 return
             except grpc.RpcError as failure:
-                error = to_error(failure)
-                pause = None if has_begun else attempts.pause_after(error)
-                if pause is None:
-                    raise error from failure
+                pause = attempts.pause_after(failure, has_begun=has_begun)
             finally:
                 call.cancel()
             time.sleep(pause)
 
-    def _send(
-        self, method: str, request: Any, options: CallOptions | None, attempts: Attempts
-    ) -> Any:
-        return getattr(self._stub, method)(
-            request, timeout=attempts.timeout_s, metadata=_metadata(options)
-        )
 
-
-class AsyncCalls:
+class AsyncCalls(_Sender):
     """Calls of an asyncio stub."""
-
-    def __init__(self, stub: Any, max_retries: int) -> None:
-        self._stub = stub
-        self._max_retries = max_retries
 
     async def answer(self, method: str, request: Any, options: CallOptions | None) -> Any:
         """The response. Raises ServiceError."""
@@ -130,10 +131,7 @@ class AsyncCalls:
             try:
                 return await call
             except grpc.RpcError as failure:
-                error = to_error(failure)
-                pause = attempts.pause_after(error)
-                if pause is None:
-                    raise error from failure
+                pause = attempts.pause_after(failure)
             finally:
                 call.cancel()
             await asyncio.sleep(pause)
@@ -152,20 +150,10 @@ class AsyncCalls:
                     yield message
                 return
             except grpc.RpcError as failure:
-                error = to_error(failure)
-                pause = None if has_begun else attempts.pause_after(error)
-                if pause is None:
-                    raise error from failure
+                pause = attempts.pause_after(failure, has_begun=has_begun)
             finally:
                 call.cancel()  # leaving `async for` early does not end the call by itself
             await asyncio.sleep(pause)
-
-    def _send(
-        self, method: str, request: Any, options: CallOptions | None, attempts: Attempts
-    ) -> Any:
-        return getattr(self._stub, method)(
-            request, timeout=attempts.timeout_s, metadata=_metadata(options)
-        )
 
 
 def _metadata(options: CallOptions | None) -> tuple[tuple[str, str], ...]:
