@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from frontend.parsers.grammar import Markers, Steps
-from frontend.parsers.json_calls import JsonParser
+from frontend.parsers.marked_calls import MarkedCallParser
 
 _BEGIN, _END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"  # noqa: RUF001
 _MARKERS = Markers(
@@ -22,23 +22,13 @@ _NAME = re.compile(r"[\w.-]*")
 _FENCE = "```"
 
 
-class DeepSeekParser(JsonParser):
-    """Tells the forms apart by what follows the separator. The markers are special tokens, which
-    no text contains; those that stand alone are dropped."""
+class DeepSeekParser(MarkedCallParser):
+    """Tells the forms apart by what follows the separator."""
 
-    needs_special_tokens = True
-
-    def _read(self) -> Steps[None]:
-        while marker := (yield from self._content_until(_MARKERS)):
-            if marker != _BEGIN:
-                self._out.edge()
-                continue
-            self._hold(marker)
-            if not (yield from self._call()):
-                self._release()
+    begin = _BEGIN
+    markers = _MARKERS
 
     def _call(self) -> Steps[bool]:
-        """What follows a call's marker; False, with nothing told, where it is no call."""
         yield from self._next()
         name = yield from self._word(_NAME)
         yield from self._next()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from frontend.parsers.grammar import Markers, Steps
-from frontend.parsers.json_calls import JsonParser
+from frontend.parsers.marked_calls import MarkedCallParser
 
 _BEGIN, _END, _ARGUMENTS = (
     "<|tool_call_begin|>",
@@ -28,23 +28,13 @@ _ID = re.compile(r"[\w.:-]*")
 _NAMED = re.compile(r"(?:functions\.)?(?P<name>[\w.-]+?)(?P<number>:\d+)?")
 
 
-class KimiK2Parser(JsonParser):
-    """The call's id stays the model's own: its template expects it in the next turn. The markers
-    are special tokens, which no text contains; those that stand alone are dropped."""
+class KimiK2Parser(MarkedCallParser):
+    """The call's id stays the model's own: its template expects it in the next turn."""
 
-    needs_special_tokens = True
-
-    def _read(self) -> Steps[None]:
-        while marker := (yield from self._content_until(_MARKERS)):
-            if marker != _BEGIN:
-                self._out.edge()
-                continue
-            self._hold(marker)
-            if not (yield from self._call()):
-                self._release()
+    begin = _BEGIN
+    markers = _MARKERS
 
     def _call(self) -> Steps[bool]:
-        """What follows a call's marker; False, with nothing told, where it is no call."""
         yield from self._next()
         call_id = yield from self._word(_ID)
         yield from self._next()
