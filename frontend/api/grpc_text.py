@@ -11,21 +11,19 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from frontend.api import grpc_text_convert as convert
 from frontend.api.grpc_text_infill import to_infill_request
+from frontend.api.grpc_text_pieces import CHAT, TEXT, Form, Pieces, prompt_ids_of
 from frontend.api.grpc_text_pool import PoolMethods
-from frontend.api.grpc_text_tools import call_messages
-from frontend.api.openai_response import canvas_text
-from frontend.choice import PromptScores, TextDelta
+from frontend.choice import PromptScores
 from frontend.desk import FrontDesk
 from frontend.generation import Generation
 from frontend.request import Ingress, TextRequest
-from frontend.result import ChoiceResult
 from frontend.validation import check_streamed
 from tidemill.runtime import telemetry
 from tidemill.runtime.errors import InvalidRequest
@@ -38,16 +36,6 @@ _FOREVER_S = 1e8
 """time_remaining() of a call without a deadline is larger than this, or None."""
 
 
-class _Form(NamedTuple):
-    """What tells completions and chats apart on the wire."""
-
-    prefix: str
-    to_request: Callable[[Any, Any], TextRequest]
-    to_choice: Callable[[TextDelta | ChoiceResult, Any], Any]
-    whole: Any
-    piece: Any
-
-
 class TextServicer(PoolMethods):
     """The methods of TextService."""
 
@@ -56,21 +44,21 @@ class TextServicer(PoolMethods):
 
     async def Generate(self, request: Any, context: Any) -> Any:
         """Text for a prompt, in one message."""
-        return await self._answer(_TEXT, "Generate", request, context)
+        return await self._answer(TEXT, "Generate", request, context)
 
     async def GenerateStream(self, request: Any, context: Any) -> None:
         """The same in pieces; the last message carries the usage."""
-        await self._stream(_TEXT, "GenerateStream", request, context)
+        await self._stream(TEXT, "GenerateStream", request, context)
 
     async def Chat(self, request: Any, context: Any) -> Any:
         """An answer to messages, in one message."""
-        return await self._answer(_CHAT, "Chat", request, context)
+        return await self._answer(CHAT, "Chat", request, context)
 
     async def ChatStream(self, request: Any, context: Any) -> None:
         """The same in pieces; the last message carries the usage."""
-        await self._stream(_CHAT, "ChatStream", request, context)
+        await self._stream(CHAT, "ChatStream", request, context)
 
-    async def _answer(self, form: _Form, method: str, request: Any, context: Any) -> Any:
+    async def _answer(self, form: Form, method: str, request: Any, context: Any) -> Any:
         with self._ingress(method, context) as (ingress, metadata):
             wanted = form.to_request(request, metadata)
             async with self._desk.generation(wanted, ingress) as generation:
@@ -78,28 +66,23 @@ class TextServicer(PoolMethods):
         return form.whole(
             choices=[form.to_choice(r, request.options) for r in results],
             prompt_logprobs=_scores_of(generation, wanted),
-            prompt_token_ids=_prompt_ids(generation, request.options),
+            prompt_token_ids=prompt_ids_of(generation, request.options),
             **_frame(form.prefix, generation, ingress),
             **_totals(generation, context),
         )
 
-    async def _stream(self, form: _Form, method: str, request: Any, context: Any) -> None:
+    async def _stream(self, form: Form, method: str, request: Any, context: Any) -> None:
         with self._ingress(method, context) as (ingress, metadata):
             wanted = form.to_request(request, metadata)
             check_streamed(wanted.options)
             async with self._desk.generation(wanted, ingress) as generation:
                 frame = _frame(form.prefix, generation, ingress)
-                scores = PromptScores(generation.choices, wanted)
-                prompt_ids = _prompt_ids(generation, request.options)
+                pieces = Pieces(form, frame, generation, wanted, request.options)
                 async for news in generation.deltas():
                     for delta in news:
-                        message = form.piece(**frame, prompt_token_ids=prompt_ids)
-                        prompt_ids = []
-                        message.prompt_logprobs.extend(_news_of_prompt(scores, delta))
-                        if _has_news(delta, request.options):
-                            message.choice.CopyFrom(form.to_choice(delta, request.options))
-                        await _write(context, message, delta, generation)
-            await context.write(form.piece(**frame, **_totals(generation, context)))
+                        if (message := pieces.make(delta)) is not None:
+                            await context.write(message)
+            await context.write(pieces.last(_totals(generation, context)))
 
     async def Tokenize(self, request: Any, context: Any) -> Any:
         """Token ids of a text or of rendered messages."""
@@ -220,63 +203,3 @@ def _totals(generation: Generation, context: Any) -> dict[str, Any]:
 
 def _scores_of(generation: Generation, wanted: TextRequest) -> list[pb.TextLogprobs]:
     return convert.logprob_messages(PromptScores(generation.choices, wanted).all_of(0))
-
-
-def _prompt_ids(generation: Generation, options: Any) -> list[int]:
-    return generation.prompts[0].token_ids if options.return_token_ids else []
-
-
-def _news_of_prompt(scores: PromptScores, delta: TextDelta) -> list[pb.TextLogprobs]:
-    """There is one prompt, and choice 0 speaks for it."""
-    return convert.logprob_messages(scores.take(delta)) if delta.index == 0 else []
-
-
-def _has_news(delta: TextDelta, options: Any) -> bool:
-    has_ids = options.return_token_ids and delta.token_ids
-    says = delta.text or delta.reasoning or delta.calls
-    return bool(says or delta.logprobs or delta.finish_reason or has_ids)
-
-
-async def _write(context: Any, message: Any, delta: TextDelta, generation: Generation) -> None:
-    if delta.canvas is not None:
-        text = canvas_text(delta, generation.model)
-        message.canvas.CopyFrom(convert.canvas_message(delta, generation.model, text))
-    if message.HasField("choice") or message.HasField("canvas") or message.prompt_logprobs:
-        await context.write(message)
-
-
-def _text_choice(result: TextDelta | ChoiceResult, options: Any) -> pb.TextChoice:
-    return pb.TextChoice(text=result.text, **_common(result, options))
-
-
-def _chat_choice(result: TextDelta | ChoiceResult, options: Any) -> pb.ChatChoice:
-    choice = pb.ChatChoice(**_common(result, options))
-    choice.message.role = "assistant"
-    choice.message.reasoning = result.reasoning
-    choice.message.tool_calls.extend(call_messages(result.calls))
-    if result.text:
-        choice.message.parts.add(text=result.text)
-    return choice
-
-
-def _common(result: TextDelta | ChoiceResult, options: Any) -> dict[str, Any]:
-    stop_reason = "" if result.stop_reason is None else str(result.stop_reason)
-    return {
-        "index": result.index,
-        "finish_reason": result.finish_reason or "",
-        "stop_reason": stop_reason,
-        "logprobs": convert.logprob_messages(result.logprobs),
-        "token_ids": result.token_ids if options.return_token_ids else (),
-    }
-
-
-_TEXT = _Form(
-    "cmpl",
-    convert.to_text_request,
-    _text_choice,
-    pb.TextServiceGenerateResponse,
-    pb.GenerateStreamResponse,
-)
-_CHAT = _Form(
-    "chatcmpl", convert.to_chat_request, _chat_choice, pb.ChatResponse, pb.ChatStreamResponse
-)

@@ -26,6 +26,8 @@ from tidemill.runtime import telemetry
 from tidemill.runtime.errors import Cancelled, InternalError, InvalidRequest, NotFound, ServiceError
 
 _LOG = logging.getLogger("tidemill.frontend.http")
+SEND_PIECE = "send_piece"
+"""Of a request's state: how the pieces of a body are sent once its head is out."""
 _MAX_ID_CHARS = 128
 _MAX_TIMEOUT_DIGITS = 15
 _DISCARD_FACTOR = 4
@@ -68,7 +70,7 @@ class IngressMiddleware:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-        path, status = scope["path"], 0
+        path, status, state = scope["path"], 0, scope.setdefault("state", {})
         span = self._start_span(request)
         given_id = request.headers.get("x-request-id", "")
         request_id = given_id if _is_id(given_id) else uuid.uuid4().hex
@@ -83,7 +85,8 @@ class IngressMiddleware:
             await send(message)
 
         try:
-            scope.setdefault("state", {})["ingress"] = self._ingress(request, request_id, span)
+            state[SEND_PIECE] = send  # everyone between here and a route looks at heads alone
+            state["ingress"] = self._ingress(request, request_id, span)
             await self._app(scope, receive, send_with_id)
         except Exception as failure:
             if status:
@@ -91,6 +94,7 @@ class IngressMiddleware:
             error = to_service_error(failure, request)
             await error_response(error, path)(scope, receive, send_with_id)
         finally:
+            del state[SEND_PIECE]  # the scope belongs to its owner: the two would be a cycle
             route = getattr(scope.get("route"), "path", "unknown")
             counter = self._desk.metrics.http_requests.labels(route, request.method, status)
             counter.inc()

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from frontend.api.envelopes import openai_error
-from frontend.api.http import unless_gone
+from frontend.api.http import SEND_PIECE, unless_gone
 from tidemill.runtime.errors import Cancelled, InternalError, ServiceError
 
 _LOG = logging.getLogger("tidemill.frontend.http")
@@ -71,12 +71,13 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
             try:
-                await unless_gone(receive, self._deliver(send))
+                send_piece = scope.get("state", {}).get(SEND_PIECE, send)
+                await unless_gone(receive, self._deliver(send, send_piece))
             except Cancelled:
                 if not self._has_begun:
                     raise  # counted as a request that got no answer
 
-    async def _deliver(self, send: Send) -> None:
+    async def _deliver(self, send: Send, send_piece: Send) -> None:
         first = await anext(self._events, b"")
         self._has_begun = True
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -84,7 +85,7 @@ class EventStream(Response):
         failure: ServiceError | None = None
         try:
             async for item in self._events:
-                await send({"type": "http.response.body", "body": item, "more_body": True})
+                await send_piece({"type": "http.response.body", "body": item, "more_body": True})
         except ServiceError as error:
             failure = error
         except Exception as bug:  # the status is out: the client learns it from an event

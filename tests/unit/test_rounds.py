@@ -118,7 +118,7 @@ def test_after_a_short_round_the_next_one_is_at_once(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_after_a_long_round_news_wait_for_a_quarter_of_it_and_come_together(
+def test_after_a_long_round_news_wait_for_a_part_of_it_and_come_together(
     clock: Clock, waits: bool
 ) -> None:
     """A round lasts until the reader is back; one that did not wait for news is not waited for."""
@@ -136,7 +136,7 @@ def test_after_a_long_round_news_wait_for_a_quarter_of_it_and_come_together(
         await turns()
         assert len(woken) == (0 if waits else 2)
         await asyncio.sleep(2 * WORK_S)
-        assert woken == ([pytest.approx(5 * WORK_S, rel=0.01)] * 2 if waits else [0.0, 0.0])
+        assert woken == ([pytest.approx(4.6 * WORK_S, rel=0.01)] * 2 if waits else [0.0, 0.0])
 
     run(clock, test())
 
@@ -149,7 +149,7 @@ def test_nobody_waits_long_for_a_client_that_does_not_read(clock: Clock) -> None
         await turns()
         rounds.put(One(lambda: woken.append(clock.now)))
         await asyncio.sleep(0.1)
-        assert woken == [pytest.approx(1.25 * 0.05, rel=0.01)]
+        assert woken == [pytest.approx(1.15 * 0.05, rel=0.01)]
         rounds.back(stuck)  # late, and of no round any more
         await turns()
         assert len(woken) == 1
@@ -168,7 +168,7 @@ def test_a_large_round_leaves_turns_of_the_loop_to_others(clock: Clock) -> None:
             counts.append(len(woken))
         assert woken == list(range(100))
         steps = [now - then for then, now in pairwise([0, *counts])]
-        assert max(steps) == 32
+        assert max(steps) == 8
 
     run(clock, test())
 
@@ -237,6 +237,6 @@ def test_news_that_come_while_a_reader_writes_wait_for_the_next_round(clock: Clo
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert sizes[:2] == [1, 1]
-        assert min(sizes[2:8]) >= 12, "a round took 12 ms and its rest three"
+        assert min(sizes[2:8]) >= 12, "a round took 12 ms and its rest one"
 
     run(clock, test())

@@ -75,17 +75,23 @@ class _Load(NamedTuple):
 
     name: str
     face: str
-    is_stream: bool
+    streams: int
+    """Open at any time; 0: whole answers."""
     step_s: float
     wanted: int
     rate: float | None = None
 
-    def half(self, streams: int) -> _Load:
-        """Half of what is wanted, from so many streams."""
-        name, half = f"{self.name}, half", self.wanted / 2
-        if self.is_stream:
-            return self._replace(name=name, step_s=streams / half)
-        return self._replace(name=name, rate=half)
+    def halves(self) -> list[_Load]:
+        """Half of what is wanted. Of streams there are half as many, at the pace that was wanted;
+        and, harder because one step of the engine is written all at once, as many at half of it.
+        """
+        if not self.streams:
+            return [self._replace(name=f"{self.name}, half", rate=self.wanted / 2)]
+        few, pace_s = self.streams // 2, self.streams / self.wanted
+        return [
+            self._replace(name=f"{self.name}, half as many", streams=few, step_s=pace_s),
+            self._replace(name=f"{self.name}, half as fast", step_s=2 * pace_s),
+        ]
 
 
 def run(options: FrontendOptions) -> dict[str, Any]:
@@ -137,20 +143,17 @@ def _measured(
     options: FrontendOptions, engine: ClockEngine, services: Services, *, with_halves: bool
 ) -> dict[str, Any]:
     """By name."""
-    sse_s = options.streams / options.sse_tokens_per_s
-    grpc_s = options.streams / options.grpc_tokens_per_s
-    found: dict[str, Any] = {}
-    for load in (
-        _Load("unary HTTP", "http", False, _UNARY_STEP_S, 1_200),
-        _Load("unary gRPC", "grpc", False, _UNARY_STEP_S, 1_200),
-        _Load("SSE streams", "http", True, sse_s, 25_000),
-        _Load("gRPC streams", "grpc", True, grpc_s, 40_000),
-    ):
-        found[load.name] = _one(options, engine, services, load)
-        if with_halves:
-            half = load.half(options.streams)
-            found[half.name] = _one(options, engine, services, half)
-    return found
+    many = options.streams
+    sse_s, grpc_s = many / options.sse_tokens_per_s, many / options.grpc_tokens_per_s
+    loads = [
+        _Load("unary HTTP", "http", 0, _UNARY_STEP_S, 1_200),
+        _Load("unary gRPC", "grpc", 0, _UNARY_STEP_S, 1_200),
+        _Load("SSE streams", "http", many, sse_s, 25_000),
+        _Load("gRPC streams", "grpc", many, grpc_s, 40_000),
+    ]
+    if with_halves:
+        loads += [half for load in loads for half in load.halves()]
+    return {load.name: _one(options, engine, services, load) for load in loads}
 
 
 def _one(
@@ -172,15 +175,17 @@ def _one(
 def _plan(options: FrontendOptions, port: int, load: _Load) -> Plan:
     lengths = [options.answer_len]
     concurrency = options.concurrency
-    if load.is_stream:
+    if load.streams:
         lengths = [_SHORTEST + number * 97 % _SPREAD for number in range(_SPREAD)]
-        concurrency = options.streams
+        concurrency = load.streams
     is_http = load.face == "http"
     make = http_chat if is_http else grpc_chat
     return Plan(
         port=port,
-        path="" if is_http else grpc_path(is_stream=load.is_stream),
-        contents=[make(n, length, is_stream=load.is_stream) for n, length in enumerate(lengths)],
+        path="" if is_http else grpc_path(is_stream=bool(load.streams)),
+        contents=[
+            make(n, length, is_stream=bool(load.streams)) for n, length in enumerate(lengths)
+        ],
         lengths=lengths,
         concurrency=concurrency if load.rate is None else _SPARE * concurrency,
         rate=load.rate,
