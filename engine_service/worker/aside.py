@@ -2,36 +2,32 @@
 
 Each sees its own tokens alone, so their keys and values are needed within a layer only: all layers
 write them to the same pages of one layer's size, span after span.
-Shape legend: S spans aside, A their tokens; those that keep keys as in attention/kept.py.
+Shape legend: S spans aside, A their tokens; those that keep keys as in kernels/key_scores.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from engine_service.core.step import FULL, Span
 from engine_service.core.strategy import KeyChoice
+from engine_service.kernels.key_scores import Bounds
 from engine_service.worker.tables import RowTables
 
 ChoiceOf = Callable[[Span], KeyChoice]
 """How a span's strategy chooses keys."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptLayout:
-    """The arrays of KeptKeys; `by_head` is int64."""
+class KeptLayout(NamedTuple):
+    """Spans aside that keep keys."""
 
-    queries: np.ndarray
-    shares: np.ndarray
-    candidates: np.ndarray
-    num_candidates: np.ndarray
-    targets: np.ndarray
-    num_kept: np.ndarray
-    by_head: np.ndarray
-    reach: np.ndarray
+    arrays: tuple[np.ndarray, ...]
+    """Those of KeepingSpans, in their order."""
+    bounds: Bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,32 +90,28 @@ def _lay_out_kept(
         return None
     own = [spans[index] for index in keeping]
     choices = [choice_of(span) for span in own]
-    starts, stops = np.array([choice[:2] for choice in choices], dtype=np.int64).T[:, :, None]
-    num_candidates = np.array([span.stop for span in own]) - (stops - starts)[:, 0]
-    place = np.arange(num_candidates.max())
-    # Behind the last candidate stands the span's first slot: written, and read for nothing.
-    positions = np.where(place < starts, place, place + stops - starts)
-    positions[place >= num_candidates[:, None]] = 0
-    ahead = np.arange((stops - starts).max())
-    is_query = ahead < stops - starts
-    queries = np.where(is_query, starts + ahead, 0) + cu_seqlens[keeping][:, None]
-    return KeptLayout(
-        queries=queries,
-        shares=(is_query / (stops - starts)).astype(np.float32),
-        candidates=positions + bases[keeping][:, None],
-        num_candidates=num_candidates,
-        targets=_targets(own, tables),
-        num_kept=np.array([span.kept for span in own], dtype=np.int64),
-        by_head=np.array([choice.by_head for choice in choices], dtype=np.int64),
-        reach=np.array([choice.pool // 2 for choice in choices], dtype=np.int64),
+    starts, stops = np.array([choice[:2] for choice in choices], dtype=np.int64).T
+    lengths = np.array([span.stop for span in own], dtype=np.int64)
+    reach = np.array([choice.pool // 2 for choice in choices], dtype=np.int64)
+    num_pages = np.array([-(-span.kv_len // tables.page_size) for span in own], dtype=np.int64)
+    arrays = (
+        cu_seqlens[keeping].astype(np.int64),
+        bases[keeping],
+        lengths,
+        starts,
+        stops,
+        np.array([span.kept for span in own], dtype=np.int64),
+        num_pages * tables.page_size,
+        np.array([choice.by_head for choice in choices], dtype=np.int64),
+        reach,
+        _pages(own, num_pages, tables),
     )
+    bounds = Bounds(int(lengths.max()), int((stops - starts).max()), int(reach.max()))
+    return KeptLayout(arrays, bounds)
 
 
-def _targets(spans: Sequence[Span], tables: RowTables) -> np.ndarray:
-    """[S, M] slots of the rows' pages; the trash slot behind the last page."""
-    size = tables.page_size
-    num_slots = np.array([-(-span.kv_len // size) * size for span in spans])
-    place = np.arange(num_slots.max())
-    pages = tables.host_pages[[span.row for span in spans]][:, place // size]
-    slots = pages * size + place % size
-    return np.where(place < num_slots[:, None], slots, tables.trash_slot)
+def _pages(spans: Sequence[Span], num_pages: np.ndarray, tables: RowTables) -> np.ndarray:
+    """[S, P] int32 pages of the rows; the trash page behind the last."""
+    place = np.arange(num_pages.max())
+    pages = tables.host_pages[[span.row for span in spans], : len(place)]
+    return np.where(place < num_pages[:, None], pages, tables.trash_page).astype(np.int32)
