@@ -156,7 +156,6 @@ def _aside_part(
     aside: AsideLayout, positions: torch.Tensor, rest: Iterator[torch.Tensor]
 ) -> AsidePart:
     slots, owners, cu_seqlens, lengths, mask_block, page_table = _next(rest, 6)
-    longest, shortest = int(aside.lengths.max()), int(aside.lengths.min())
     attention = AttentionBatch(
         cu_seqlens_q=cu_seqlens,
         span_of_token=owners,
@@ -165,9 +164,9 @@ def _aside_part(
         mask_block=mask_block,
         page_table=page_table,
         slot_mapping=slots,
-        max_query_len=longest,
-        max_kv_len=longest,
-        uniform_query_len=longest if longest == shortest else None,
+        max_query_len=aside.longest,
+        max_kv_len=aside.longest,
+        uniform_query_len=aside.uniform_query_len,
         all_causal=False,
         spans=aside.spans,
     )

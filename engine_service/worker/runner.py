@@ -44,7 +44,7 @@ class Runner:
     def __init__(
         self, program: StepProgram, *, logit_chunk: int, graphs: StepGraphs | None = None
     ) -> None:
-        """Without `graphs` every step runs eagerly."""
+        """Without `graphs` every kernel is launched by itself."""
         self._program = program
         self._tables = program.tables
         self._logit_chunk = logit_chunk
@@ -71,7 +71,7 @@ class Runner:
         )
         result = None if self._graphs is None else self._graphs.run(layout)
         if result is None:
-            self._run_eagerly(layout, handle)
+            self._run_in_parts(layout, handle)
         else:
             handle.decided.append((layout.decides[0], _copied(result, handle.copies)))
         handle.copies.seal()
@@ -99,11 +99,14 @@ class Runner:
         method = self._tables.method_of_row[span.row]
         return self._program.strategies[method].choice_of(span)
 
-    def _run_eagerly(self, layout: StepLayout, handle: StepHandle) -> None:
+    def _run_in_parts(self, layout: StepLayout, handle: StepHandle) -> None:
+        """Launches what follows the forward, and the forward itself unless it is captured."""
         program, copies = self._program, handle.copies
         staged = stage(columns_of(layout), self._tables.device)
         batch = bind_batch(layout, staged, self._tables)
-        hidden = program.forward(batch)
+        hidden = None if self._graphs is None else self._graphs.forward(layout)
+        if hidden is None:
+            hidden = program.forward(batch)
         # Scores first: they read tokens that are known, decisions write new ones.
         if batch.scores is not None:
             scores = program.score(batch.scores, hidden, self._logit_chunk)
