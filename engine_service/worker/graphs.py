@@ -87,6 +87,11 @@ class StepGraphs:
                 self._captured[bucket, method] = self._capture(template)
         torch.cuda.synchronize(device)
 
+    def has_room(self, layout: StepLayout) -> bool:
+        """Whether a step's forward at least is captured."""
+        found = find_bucket(layout, self._buckets) or find_canvas_bucket(layout, self._buckets)
+        return found is not None
+
     def run(self, layout: StepLayout) -> DecideResult | None:
         """Replays the step's graph; None where no bucket has room. Never waits."""
         bucket = find_bucket(layout, self._buckets)

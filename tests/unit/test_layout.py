@@ -18,7 +18,7 @@ from engine_service.worker.buckets import (
     pad,
     row_sizes,
 )
-from engine_service.worker.layout import StepLayout, lay_out
+from engine_service.worker.layout import StepLayout, lay_out, numbered
 from engine_service.worker.tables import RowTables
 from tests.row_builders import make_row
 
@@ -221,6 +221,24 @@ def test_plain_rows_share_a_decision_where_logits_come_in_pieces():
     assert sizes(spans) == [5]
     tables.apply([make_row(5, [1, 2, 3], logprobs=1)], [])
     assert sizes([*spans, decoding(5, 2)]) == [2, 2, 2]
+
+
+def test_a_part_of_a_plan_decides_for_spans_of_the_plan(seed):
+    draw = random.Random(seed)
+    tables = make_tables()
+    spans = [decoding(row, draw.randrange(20)) for row in range(MAX_ROWS)]
+    own = draw.sample(range(MAX_ROWS), 3)
+    layout = lay_out(
+        [spans[index] for index in own],
+        tables,
+        logits_shift=1,
+        logit_chunk=1000,
+        longest_first=True,
+    )
+    part = numbered(layout, np.array(own)).decides[0]
+    for index, row, position in zip(part.spans, part.rows, part.positions, strict=True):
+        assert (spans[index].row, spans[index].decide_start) == (row, position)
+    assert sorted(layout.decides[0].spans.tolist()) == [0, 1, 2], "the control: numbers of its own"
 
 
 def test_the_longest_may_go_first(seed):
