@@ -24,11 +24,18 @@ from engine_service.worker.wanted import DecideLayout
 MAX_TOKENS = 512
 """Largest captured step of ragged spans. Above, the device needs longer than its launches."""
 
-CANVAS_SIZES = (*range(64, 512, 64), *range(512, 1025, 128))
-"""Tokens of captured canvases that are computed whole. An 8B model computes 1,024 for as long as it
-is launched; above, what pads a step would cost more than its launches."""
-_SHORT_CANVAS = 32
-"""Steps of shorter ones, on average, are launched: their spans have no room."""
+LAUNCH_BOUND = 1024
+"""Tokens that an 8B model computes for about as long as it is launched. Steps of more are replayed
+where an eighth is padded at most: of such a model padding costs more than launches."""
+_CANVAS_SIZES = (
+    *range(64, 512, 64),
+    *range(512, 1024, 128),
+    *range(1024, 2048, 256),
+    *range(2048, 3073, 512),
+)
+_SHORT_CANVAS, _MOST_CANVASES = 32, 32
+"""Steps of shorter canvases, on average, or of more of them, are launched: a graph has a place for
+every canvas, and one that is empty takes its time too."""
 
 PLAIN = Wants(
     sampling=True, filters=False, penalties=False, bias=False, suppress=False, max_logprobs=None
@@ -107,19 +114,19 @@ def list_canvas_buckets(
 
 def list_whole_canvases(*, max_rows: int, longest: int, token_budget: int) -> list[Bucket]:
     """Those of canvases of at most `longest` positions that are computed whole: aside of the pages,
-    and, half as many sizes, over them, where blocks may stand among them.
+    and, fewer sizes, over them, where blocks may stand among them.
 
     A graph ends at the hidden states, because launching a decision takes less time than the device
     needs for a canvas: so one graph serves blocks of any length, guidance, filters and whatever
     else decisions differ in.
     """
     made = []
-    for tokens in CANVAS_SIZES:
+    for tokens in _CANVAS_SIZES:
         if tokens > token_budget:
             break
-        most, spans = min(tokens, longest), max(2, tokens // _SHORT_CANVAS)
+        most, spans = min(tokens, longest), min(max(2, tokens // _SHORT_CANVAS), _MOST_CANVASES)
         made.append(Bucket(min(2 * max_rows, spans), tokens, most, 0, canvas=True, aside=True))
-        if tokens % 128 == 0:
+        if tokens % 128 == 0 and tokens <= LAUNCH_BOUND:
             made.append(Bucket(min(max_rows, spans), tokens, most, 0, canvas=True))
     return made
 
@@ -183,13 +190,15 @@ def find_canvas_bucket(layout: StepLayout, buckets: Sequence[Bucket]) -> Bucket 
         return None
     num_spans = len(layout.rows) if aside is None else len(aside.lengths)
     longest = layout.max_query_len if aside is None else aside.longest
+    num_tokens = len(layout.places)
+    most = max(LAUNCH_BOUND, num_tokens + num_tokens // 8)
     return next(
         (
             bucket
             for bucket in buckets
             if not bucket.decided
             and bucket.aside == (aside is not None)
-            and bucket.tokens >= len(layout.places)
+            and num_tokens <= bucket.tokens <= most
             and bucket.rows >= num_spans
             and bucket.longest >= longest
         ),

@@ -19,7 +19,7 @@ from engine_service.sampling.batch import DecideResult
 from engine_service.sampling.logprobs import Scores
 from engine_service.staging import HostCopies, stage
 from engine_service.worker.batch import bind_batch, columns_of
-from engine_service.worker.buckets import CANVAS_SIZES
+from engine_service.worker.buckets import LAUNCH_BOUND
 from engine_service.worker.decisions import split_decided, split_scored
 from engine_service.worker.graphs import StepGraphs
 from engine_service.worker.layout import StepLayout, lay_out, numbered
@@ -97,7 +97,7 @@ class Runner:
             return []
         aside = [index for index, span in enumerate(spans) if span.aside]
         num_tokens = sum(span.num_tokens for span in spans)
-        if not 0 < len(aside) < len(spans) or num_tokens > CANVAS_SIZES[-1]:
+        if not 0 < len(aside) < len(spans) or num_tokens > LAUNCH_BOUND:
             return []
         paged = [index for index, span in enumerate(spans) if not span.aside]
         shares = [self._lay_out([spans[index] for index in own]) for own in (paged, aside)]

@@ -9,6 +9,7 @@ import torch
 
 from engine_service.core.step import FULL, PageAppend, Span
 from engine_service.core.strategy import KeyChoice
+from engine_service.worker.aside import AsideLayout, lay_out_aside
 from engine_service.worker.buckets import (
     Bucket,
     find_bucket,
@@ -137,7 +138,7 @@ def test_every_small_step_of_one_method_has_a_bucket(block, seed):
 @pytest.mark.parametrize("max_rows", [1, 32])
 def test_few_graphs_serve_whole_canvases_and_waste_little(max_rows):
     buckets = list_whole_canvases(max_rows=max_rows, longest=4096, token_budget=8192)
-    assert len(buckets) <= 20, "each is captured at start-up"
+    assert len(buckets) <= 26, "each is captured at start-up"
     assert all(one.decided == 0 for one in buckets)
     aside, paged = ([one for one in buckets if one.aside == kind] for kind in (True, False))
     for tokens in range(1, 1025):
@@ -176,6 +177,23 @@ def test_canvases_aside_and_over_the_pages_have_buckets_of_their_own():
     assert (over.aside, over.tokens) == (False, 128)
     assert of(aside, paged) is None, "a step of both sorts is launched"
     assert of(*(aside._replace(row=row, aside=2) for row in range(MAX_ROWS))) is None, "too long"
+
+
+def test_long_canvases_are_replayed_where_little_is_padded():
+    tables = make_tables()
+    buckets = list_whole_canvases(max_rows=100, longest=WIDTH, token_budget=4096)
+    one = laid_out([Span(0, 0, WIDTH, WIDTH, 1, WIDTH, WIDTH + 1)], tables)
+    for tokens, size in ((1000, 1024), (1025, None), (1137, None), (1138, 1280), (2848, 3072)):
+        layout = replace(one, places=np.zeros(tokens, dtype=np.int64), aside=as_aside(tables))
+        layout = replace(layout, rows=layout.rows[:0])
+        found = find_canvas_bucket(layout, buckets)
+        assert (None if found is None else found.tokens) == size
+
+
+def as_aside(tables: RowTables) -> AsideLayout:
+    return lay_out_aside(
+        [Span(0, 0, WIDTH, 0, FULL, 0, 1, aside=1)], tables, first=0, choice_of=lambda _: None
+    )
 
 
 def test_what_does_not_fit_runs_eagerly():
