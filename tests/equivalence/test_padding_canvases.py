@@ -22,18 +22,20 @@ from tidemill.sampling_params import SamplingParams
 HOLE = 8
 CANVASES = [
     {"cache": "dual"},
-    {"cache": "sparse", "retention_ratio": 0.5, "head_select": True},
+    {"cache": "sparse", "retention_ratio": 0.5, "head_select": True, "threshold": 2.0},
     {"cache": "prefix"},
     {},
 ]
 
 
 def canvas_tokens(
-    llm: LLM, seed: int, shift: int = 0, caches: list[dict] = CANVASES
+    llm: LLM, seed: int, shift: int = 0, caches: list[dict] = CANVASES, count: int = 5
 ) -> list[list[int]]:
     """A row of every cache at a time, `shift` of them turned."""
     draw, vocab = random.Random(seed), SIZES["vocab_size"] - 1
-    prompts = [[draw.randrange(vocab) for _ in range(length)] for length in (5, 11, 2, 7, 3)]
+    prompts = [
+        [draw.randrange(vocab) for _ in range(length)] for length in (5, 11, 2, 7, 3)[:count]
+    ]
     params = [
         SamplingParams(
             temperature=0.0,
@@ -41,7 +43,7 @@ def canvas_tokens(
             ignore_eos=True,
             method_params={
                 "block_length": HOLE,
-                "threshold": 2.0,
+                "threshold": 0.6,
                 **caches[(n + shift) % len(caches)],
             },
         )
@@ -68,9 +70,9 @@ def test_blocks_of_canvases(tmp_path: Path, seed: int) -> None:
     assert canvas_tokens(llm, seed) == want
     assert any(layout.slot_positions is not None for layout in seen)
     seen.clear()
-    dual = CANVASES[:1]
-    want = canvas_tokens(make_llm(tmp_path, "sdpa"), seed, caches=dual)
-    assert canvas_tokens(llm, seed, caches=dual) == want
+    dual = [{"cache": "dual", "threshold": 2.0}]
+    want = canvas_tokens(make_llm(tmp_path, "sdpa"), seed, caches=dual, count=1)
+    assert canvas_tokens(llm, seed, caches=dual, count=1) == want
     assert any(layout.slot_positions is None for layout in seen)
 
 
@@ -94,7 +96,7 @@ def whole_canvas_tokens(llm: LLM, seed: int, kinds: list[dict]) -> list[list[lis
             temperature=0.0,
             max_tokens=12,
             ignore_eos=True,
-            method_params={"block_length": 6, "threshold": 2.0, **kind},
+            method_params={"remasking": "low_confidence", "block_length": 6, "steps": 6, **kind},
         )
         outputs = llm.generate(prompts, params, use_tqdm=False)
         made.append([output.outputs[0].token_ids for output in outputs])
@@ -126,9 +128,9 @@ def test_whole_canvases(tmp_path: Path, seed: int) -> None:
 def test_canvases_aside_of_the_pages_beside_others(tmp_path: Path, seed: int) -> None:
     """A step of both sorts runs as two, one after the other; nothing is left to be launched."""
     write_llada(tmp_path, 7)
-    caches = [{"cache": "sparse", "retention_ratio": 0.5}, {"cache": "dual"}, {}]
-    want = canvas_tokens(make_llm(tmp_path, "sdpa"), seed, caches=caches)
-    turned = canvas_tokens(make_llm(tmp_path, "sdpa"), seed, shift=1, caches=caches)
+    caches = [{"cache": "sparse", "retention_ratio": 0.5, "threshold": 2.0}, {"cache": "dual"}, {}]
+    want = canvas_tokens(make_llm(tmp_path, "sdpa"), seed, caches=caches, count=3)
+    turned = canvas_tokens(make_llm(tmp_path, "sdpa"), seed, shift=1, caches=caches, count=3)
     assert turned != want, "the control"
     llm = make_llm(tmp_path, "triton")
     steps = pad_canvas_steps(llm)
@@ -144,7 +146,7 @@ def test_canvases_aside_of_the_pages_beside_others(tmp_path: Path, seed: int) ->
         return hidden
 
     steps.forward = watched
-    assert canvas_tokens(llm, seed, caches=caches) == want
+    assert canvas_tokens(llm, seed, caches=caches, count=3) == want
     assert not launched
     assert {bucket.aside for bucket in steps.ran} == {False, True}
     assert any(bucket.decided for bucket in steps.ran)
