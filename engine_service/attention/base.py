@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from engine_service.core.step import Span
+from engine_service.kernels.key_scores import Bounds, KeepingSpans
 from engine_service.kernels.store_kv import store_kv
 
 
@@ -66,30 +67,12 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptKeys:
-    """Which spans aside keep keys, how they choose them and where they go; for all layers.
-
-    Shapes: S spans that keep keys, Q longest block, C most candidates, M most slots of a row.
-    """
+    """Which spans aside keep keys, how they choose them and where they go; for all layers."""
 
     caches: Sequence[LayerCache]
     """Of the pages, by layer."""
-    queries: torch.Tensor
-    """[S, Q] int64: the blocks' queries among the tokens aside; anything behind a block's last."""
-    shares: torch.Tensor
-    """[S, Q] float32: 1 over the length of the block, 0 behind its last query."""
-    candidates: torch.Tensor
-    """[S, C] int64: slots where the keys to choose from lie, in order of position."""
-    num_candidates: torch.Tensor
-    """[S] int64."""
-    targets: torch.Tensor
-    """[S, M] int64: slots of the row's pages in order; the trash slot behind the last."""
-    num_kept: torch.Tensor
-    """[S] int64."""
-    by_head: torch.Tensor
-    """[S] bool: every key-value head has its own ranking."""
-    reach: torch.Tensor
-    """[S] int64: neighbours on either side that scores are max-pooled over."""
-    max_reach: int
+    spans: KeepingSpans
+    bounds: Bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

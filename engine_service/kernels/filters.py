@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from engine_service.kernels.jit import INTERPRETED, jit, overlaps_launches, tl
+from engine_service.kernels.order import number, ordered
 from engine_service.kernels.sampling import Streams
 from engine_service.kernels.vocab_tiles import draw_key, gumbel_noise, load_tile, lowest_best
 
@@ -75,20 +76,6 @@ def _survey(
             if best_here > best:
                 best, drawn = best_here, drawn_here
     return rank, ahead, tl.sum(total_G, axis=0), tl.max(top_G, axis=0), drawn
-
-
-@jit
-def _ordered(x: tl.tensor) -> tl.tensor:
-    """int64 keys in the order of float32 numbers."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-
-
-@jit
-def _number(key: tl.tensor) -> tl.tensor:
-    """The float32 number of a key of `_ordered`."""
-    bits = key.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -159,14 +146,14 @@ def _weight_of_best(
     A search in the order-preserving integers of the scores, two bits a pass: `low` is reached by
     at least `count` scores, `high` by fewer. It ends when they touch or `low` cuts at `count`.
     """
-    low, high = tl.full([], -2139095041, tl.int64), _ordered(at) + 1  # low is the key of -inf
+    low, high = tl.full([], -2139095041, tl.int64), ordered(at) + 1  # low is the key of -inf
     at_low = vocab
     # The first pass looks where the count-th best lies in practice: not far below.
-    first, second, third = _ordered(at - 16.0), _ordered(at - 4.0), _ordered(at - 1.0)
+    first, second, third = ordered(at - 16.0), ordered(at - 4.0), ordered(at - 1.0)
     while (high - low > 1) & (at_low != count):
         n_first, n_second, n_third = _count_at_least(
             line_ptr, vocab, inverse, banned_ptr,
-            _number(first), _number(second), _number(third), NUM_BANNED, BLOCK, STAGES,
+            number(first), number(second), number(third), NUM_BANNED, BLOCK, STAGES,
         )  # fmt: skip
         if n_third >= count:
             low, at_low = third, n_third
@@ -180,9 +167,9 @@ def _weight_of_best(
         first, third = (low + second) >> 1, (second + high) >> 1
     bound = tl.where(at_low == count, low, high)
     held, weight = _weight_at_least(
-        line_ptr, vocab, inverse, banned_ptr, _number(bound), base, NUM_BANNED, BLOCK, STAGES
+        line_ptr, vocab, inverse, banned_ptr, number(bound), base, NUM_BANNED, BLOCK, STAGES
     )
-    equal = tl.exp2((_number(low) - base) * 1.4426950408889634)
+    equal = tl.exp2((number(low) - base) * 1.4426950408889634)
     return weight + (count - held).to(tl.float32) * equal
 
 

@@ -27,8 +27,8 @@ from engine_service.kernels.jit import (
     triton,
 )
 
-_CHUNK = 1024
-"""Rows that are counted at a time."""
+_CHUNKS = (1024, 4096)
+"""Rows that are counted at a time, at least and at most: few turns, whose loads wait in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +197,7 @@ def group_rows_triton(experts_R: torch.Tensor, num_experts: int, block_m: int) -
     rows = torch.empty(num_tiles * block_m, dtype=torch.int32, device=device)
     experts = torch.empty(num_tiles, dtype=torch.int32, device=device)
     overlap = overlaps_launches(device)
+    chunk = min(max(triton.next_power_of_2(num_rows), _CHUNKS[0]), _CHUNKS[1])
     _group_rows_kernel[(num_experts,)](
         experts_R,
         rows,
@@ -206,8 +207,9 @@ def group_rows_triton(experts_R: torch.Tensor, num_experts: int, block_m: int) -
         num_tiles,
         BLOCK_M=block_m,
         BLOCK_X=triton.next_power_of_2(num_experts),
-        CHUNK=_CHUNK,
+        CHUNK=chunk,
         PDL=overlap,
+        num_warps=chunk // 256,
         launch_pdl=overlap,
     )
     return RowGroups(rows, experts)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 
 from engine_service.attention.base import AttentionStep, KeptKeys
-from engine_service.attention.kept import keep_keys
 from engine_service.kernels.jit import runs_triton
+from engine_service.kernels.keep_keys import keep_keys
+from engine_service.kernels.key_scores import Cache
 from engine_service.kernels.qk_rope_store import qk_rope_store
 from engine_service.kernels.rotary import rotate
 from engine_service.layers.norm import HeadNorm
@@ -67,7 +68,8 @@ class PagedAttention:
             q_THD, cache=cache, plan=step.plans[self.window], scale=self.scale
         )
         if kept is not None:
-            keep_keys(q_THD, cache, self.layer, kept)
+            own, pages = cache, kept.caches[self.layer]
+            keep_keys(q_THD, Cache(own.k, own.v), Cache(pages.k, pages.v), kept.spans, kept.bounds)
         return mixed.flatten(1)
 
     def _place_fused(

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from engine_service.kernels.grouped_linear import mix_experts
+from engine_service.kernels.wide_linear import wide_linear
 from engine_service.layers.feed_forward import FeedForward
 from engine_service.layers.norm import RMSNorm
 from engine_service.layers.routing import Router
@@ -84,8 +84,7 @@ class Experts(nn.Module):
     def forward(self, residual_TE: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """residual + the experts of norm(residual); `residual` is overwritten and returned."""
         x = norm(residual_TE)
-        logits = functional.linear(x.to(self.router.dtype), self.router)
-        experts, shares = self.mixture.router(logits, self.bias)
+        experts, shares = self.mixture.router(wide_linear(x, self.router), self.bias)
         if self.shared is not None:
             self.shared.add(residual_TE, x)
         return mix_experts(

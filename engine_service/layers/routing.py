@@ -14,8 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-_TINY = 1e-20
-"""Keeps shares finite where all scores have underflowed, as in DeepSeek-V3's published code."""
+from engine_service.kernels.expert_choice import (
+    GroupRule,
+    best_of,
+    choose_experts,
+    shares_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,19 +77,14 @@ class GroupedSigmoidRouter(Router):
     def __call__(
         self, logits_TX: torch.Tensor, bias_X: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = logits_TX.sigmoid()
-        choices = scores if bias_X is None else scores + bias_X
-        if self.kept_groups < self.num_groups:
-            choices = choices.masked_fill(~self._kept(choices), float("-inf"))
-        experts = _best(choices, self.per_token)
-        return experts, _shares(scores, experts, renormalised=self.renormalised) * self.scale
-
-    def _kept(self, choices_TX: torch.Tensor) -> torch.Tensor:
-        """[T, X] bool: experts of the groups that a token may choose from."""
-        groups = choices_TX.unflatten(1, (self.num_groups, -1))
-        best = _best(groups.topk(2, dim=-1).values.sum(-1), self.kept_groups)
-        kept = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, True)
-        return kept.unsqueeze(-1).expand_as(groups).flatten(1)
+        rule = GroupRule(
+            per_token=self.per_token,
+            num_groups=self.num_groups,
+            kept_groups=self.kept_groups,
+            renormalised=self.renormalised,
+            scale=self.scale,
+        )
+        return choose_experts(logits_TX, bias_X, rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +109,8 @@ class BlockSigmoidRouter(Router):
         choices = scores if bias_X is None else scores + bias_X
         if self.capacity < self.num_experts:
             choices = choices.masked_fill(~self._chosen(choices), float("-inf"))
-        experts = _best(choices, self.per_token)
-        return experts, _shares(scores, experts, renormalised=self.renormalised) * self.scale
+        experts = best_of(choices, self.per_token)
+        return experts, shares_of(scores, experts, renormalised=self.renormalised) * self.scale
 
     def _chosen(self, choices_TX: torch.Tensor) -> torch.Tensor:
         """[T, X] bool: experts that a token's block has chosen."""
@@ -120,20 +119,5 @@ class BlockSigmoidRouter(Router):
         whole = functional.pad(choices_TX, (0, 0, 0, missing), value=float("-inf"))
         of_block = whole.unflatten(0, (-1, self.block)).amax(dim=1)
         chosen = torch.zeros_like(of_block, dtype=torch.bool)
-        chosen.scatter_(1, _best(of_block, self.capacity), True)
+        chosen.scatter_(1, best_of(of_block, self.capacity), True)
         return chosen.repeat_interleave(self.block, dim=0)[:num_tokens]
-
-
-def _shares(
-    scores_TX: torch.Tensor, experts_TA: torch.Tensor, *, renormalised: bool
-) -> torch.Tensor:
-    """[T, A] the chosen scores; they sum to 1 if renormalised and more than one."""
-    shares = scores_TX.gather(1, experts_TA)
-    if renormalised and shares.shape[1] > 1:
-        shares = shares / (shares.sum(-1, keepdim=True) + _TINY)
-    return shares
-
-
-def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """[T, count] int64 places of the highest scores, highest first."""
-    return scores.argsort(dim=-1, descending=True, stable=True)[:, :count]

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from engine_service.attention.base import AttentionBatch, KeptKeys, LayerCache
+from engine_service.kernels.key_scores import KeepingSpans
 from engine_service.worker.aside import AsideLayout, KeptLayout
 from engine_service.worker.layout import StepLayout
 from engine_service.worker.pooling import PoolLayout, PoolPart
@@ -45,8 +46,8 @@ class ScorePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsidePart:
-    """Tokens [first, ...) of the step, over pages of their own. `kept` are KeptKeys but for their
-    caches."""
+    """Tokens [first, ...) of the step, over pages of their own. `kept` are the tensors of
+    KeepingSpans."""
 
     first: int
     attention: AttentionBatch
@@ -57,19 +58,8 @@ class AsidePart:
         """What is kept of these tokens in `caches`; None where nothing is."""
         if self.layout is None:
             return None
-        queries, shares, candidates, num_candidates, targets, num_kept, by_head, reach = self.kept
-        return KeptKeys(
-            caches=caches,
-            queries=queries,
-            shares=shares,
-            candidates=candidates,
-            num_candidates=num_candidates,
-            targets=targets,
-            num_kept=num_kept,
-            by_head=by_head.bool(),
-            reach=reach,
-            max_reach=int(self.layout.reach.max()),
-        )
+        spans = KeepingSpans(*self.kept)
+        return KeptKeys(caches=caches, spans=spans, bounds=self.layout.bounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +148,7 @@ def _columns_aside(aside: AsideLayout) -> list[np.ndarray]:
     own = [aside.slots, aside.owners, aside.cu_seqlens, aside.lengths, aside.mask_block]
     own.append(aside.page_table)
     if aside.kept is not None:
-        own += [getattr(aside.kept, field.name) for field in fields(aside.kept)]
+        own += aside.kept.arrays
     return own
 
 
@@ -166,7 +156,6 @@ def _aside_part(
     aside: AsideLayout, positions: torch.Tensor, rest: Iterator[torch.Tensor]
 ) -> AsidePart:
     slots, owners, cu_seqlens, lengths, mask_block, page_table = _next(rest, 6)
-    longest, shortest = int(aside.lengths.max()), int(aside.lengths.min())
     attention = AttentionBatch(
         cu_seqlens_q=cu_seqlens,
         span_of_token=owners,
@@ -175,9 +164,9 @@ def _aside_part(
         mask_block=mask_block,
         page_table=page_table,
         slot_mapping=slots,
-        max_query_len=longest,
-        max_kv_len=longest,
-        uniform_query_len=longest if longest == shortest else None,
+        max_query_len=aside.longest,
+        max_kv_len=aside.longest,
+        uniform_query_len=aside.uniform_query_len,
         all_causal=False,
         spans=aside.spans,
     )

@@ -11,17 +11,31 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine_service.core.step import FULL
-from engine_service.core.strategy import DecodeStrategy
+from engine_service.core.step import FULL, Span
+from engine_service.core.strategy import DecodeStrategy, KeyChoice
 from engine_service.models.base import ModelTraits
 from engine_service.resolve import CANVAS_BLOCK, ResolvedConfig
 from engine_service.sampling.batch import Wants
-from engine_service.worker.layout import StepLayout
+from engine_service.worker.aside import pad_aside, padded
+from engine_service.worker.layout import StepLayout, lay_out
 from engine_service.worker.tables import RowTables
 from engine_service.worker.wanted import DecideLayout
 
 MAX_TOKENS = 512
 """Largest captured step of ragged spans. Above, the device needs longer than its launches."""
+
+LAUNCH_BOUND = 1024
+"""Tokens that an 8B model computes for about as long as it is launched. Steps of more are replayed
+where an eighth is padded at most: of such a model padding costs more than launches."""
+_CANVAS_SIZES = (
+    *range(64, 512, 64),
+    *range(512, 1024, 128),
+    *range(1024, 2048, 256),
+    *range(2048, 3073, 512),
+)
+_SHORT_CANVAS, _MOST_CANVASES = 32, 32
+"""Steps of shorter canvases, on average, or of more of them, are launched: a graph has a place for
+every canvas, and one that is empty takes its time too."""
 
 PLAIN = Wants(
     sampling=True, filters=False, penalties=False, bias=False, suppress=False, max_logprobs=None
@@ -37,9 +51,11 @@ class Bucket(NamedTuple):
     longest: int
     """Most query tokens of one span."""
     decided: int
-    """Rows of logits."""
+    """Rows of logits; 0: what is captured ends at the hidden states of all tokens."""
     canvas: bool = False
-    """Spans are blocks of canvases, whose tokens may stand in other slots than their positions."""
+    """Spans are of canvases, whose tokens may stand in other slots than their positions."""
+    aside: bool = False
+    """They are canvases aside of the pages, all of them."""
 
 
 def row_sizes(max_rows: int) -> list[int]:
@@ -61,13 +77,19 @@ def buckets_of(
         return []
     logit_limit = resolved.logit_budget if in_pieces else resolved.logit_chunk
     if traits.mask_block >= FULL:
-        return list_canvas_buckets(
+        blocks = list_canvas_buckets(
             max_rows=resolved.max_rows,
             hole=CANVAS_BLOCK + traits.logits_shift,
             max_decide=CANVAS_BLOCK,
             token_budget=resolved.token_budget,
             logit_limit=logit_limit,
         )
+        whole = list_whole_canvases(
+            max_rows=resolved.max_rows,
+            longest=resolved.table_width,
+            token_budget=resolved.token_budget,
+        )
+        return sorted(blocks + whole, key=lambda one: one.tokens)
     return list_buckets(
         max_rows=resolved.max_rows,
         block=traits.mask_block,
@@ -81,13 +103,32 @@ def list_canvas_buckets(
     *, max_rows: int, hole: int, max_decide: int, token_budget: int, logit_limit: int
 ) -> list[Bucket]:
     """Those of a model that sees everything: every row a block of `hole` positions over what is
-    kept of its canvas. Canvases that are computed whole are long enough to be launched."""
+    kept of its canvas."""
     limit = min(token_budget // hole, logit_limit // max_decide)
     return [
         Bucket(rows, rows * hole, hole, rows * max_decide, canvas=True)
         for rows in row_sizes(max_rows)
         if rows <= limit
     ]
+
+
+def list_whole_canvases(*, max_rows: int, longest: int, token_budget: int) -> list[Bucket]:
+    """Those of canvases of at most `longest` positions that are computed whole: aside of the pages,
+    and, fewer sizes, over them, where blocks may stand among them.
+
+    A graph ends at the hidden states, because launching a decision takes less time than the device
+    needs for a canvas: so one graph serves blocks of any length, guidance, filters and whatever
+    else decisions differ in.
+    """
+    made = []
+    for tokens in _CANVAS_SIZES:
+        if tokens > token_budget:
+            break
+        most, spans = min(tokens, longest), min(max(2, tokens // _SHORT_CANVAS), _MOST_CANVASES)
+        made.append(Bucket(min(2 * max_rows, spans), tokens, most, 0, canvas=True, aside=True))
+        if tokens % 128 == 0 and tokens <= LAUNCH_BOUND:
+            made.append(Bucket(min(max_rows, spans), tokens, most, 0, canvas=True))
+    return made
 
 
 def list_buckets(
@@ -130,11 +171,36 @@ def find_bucket(layout: StepLayout, buckets: Sequence[Bucket]) -> Bucket | None:
         (
             bucket
             for bucket in buckets
-            if bucket.tokens >= tokens
+            if bucket.decided
+            and bucket.tokens >= tokens
             and bucket.rows >= rows
             and bucket.longest >= longest
             and bucket.decided >= decided
             and (bucket.longest > 1 or tokens == rows)
+        ),
+        None,
+    )
+
+
+def find_canvas_bucket(layout: StepLayout, buckets: Sequence[Bucket]) -> Bucket | None:
+    """The first of those that decide nothing with room for the step's canvases; None where they
+    must be launched, as where some stand aside and others do not."""
+    aside = layout.aside
+    if aside is not None and len(layout.rows):
+        return None
+    num_spans = len(layout.rows) if aside is None else len(aside.lengths)
+    longest = layout.max_query_len if aside is None else aside.longest
+    num_tokens = len(layout.places)
+    most = max(LAUNCH_BOUND, num_tokens + num_tokens // 8)
+    return next(
+        (
+            bucket
+            for bucket in buckets
+            if not bucket.decided
+            and bucket.aside == (aside is not None)
+            and num_tokens <= bucket.tokens <= most
+            and bucket.rows >= num_spans
+            and bucket.longest >= longest
         ),
         None,
     )
@@ -156,19 +222,19 @@ def pad(layout: StepLayout, bucket: Bucket, tables: RowTables) -> StepLayout:
     own_slots = None
     if bucket.canvas:
         own = layout.positions if layout.slot_positions is None else layout.slot_positions
-        own_slots = _fill(own, bucket.tokens, 0)
+        own_slots = padded(own, bucket.tokens, 0)
     return replace(
         layout,
         columns=None,
         slot_positions=own_slots,
-        places=_fill(layout.places, bucket.tokens, trash * tables.width),
-        positions=_fill(layout.positions, bucket.tokens, 0),
-        slots=_fill(layout.slots, bucket.tokens, tables.trash_slot),
-        owners=_fill(layout.owners, bucket.tokens, 0),
-        rows=_fill(layout.rows, bucket.rows, trash),
+        places=padded(layout.places, bucket.tokens, trash * tables.width),
+        positions=padded(layout.positions, bucket.tokens, 0),
+        slots=padded(layout.slots, bucket.tokens, tables.trash_slot),
+        owners=padded(layout.owners, bucket.tokens, 0),
+        rows=padded(layout.rows, bucket.rows, trash),
         cu_seqlens=np.concatenate((layout.cu_seqlens, ends)),
-        kv_lens=_fill(layout.kv_lens, bucket.rows, 1),
-        mask_block=_fill(layout.mask_block, bucket.rows, 1),
+        kv_lens=padded(layout.kv_lens, bucket.rows, 1),
+        mask_block=padded(layout.mask_block, bucket.rows, 1),
         max_query_len=bucket.longest,
         max_kv_len=tables.width,
         uniform_query_len=1 if bucket.longest == 1 else None,
@@ -177,22 +243,43 @@ def pad(layout: StepLayout, bucket: Bucket, tables: RowTables) -> StepLayout:
     )
 
 
-def _pad_decided(part: DecideLayout, bucket: Bucket, trash: int) -> DecideLayout:
-    """One span more than the bucket has rows owns all positions behind the real ones."""
-    size, spans = bucket.decided, bucket.rows + 1
-    cu_decide = _fill(part.cu_decide, spans + 1, part.cu_decide[-1])
-    cu_decide[-1] = size
+def pad_canvases(layout: StepLayout, bucket: Bucket, tables: RowTables) -> StepLayout:
+    """The forward of the same step with the bucket's sizes: nothing is decided or scored."""
+    layout = replace(layout, decides=(), scores=None, pools=None)
+    if layout.aside is None:
+        return pad(layout, bucket, tables)
+    aside = pad_aside(
+        layout.aside,
+        tables,
+        num_spans=bucket.rows,
+        num_tokens=bucket.tokens,
+        longest=bucket.longest,
+    )
+    places = padded(layout.places, bucket.tokens, tables.trash_row * tables.width)
     return replace(
-        part,
-        queries=_fill(part.queries, size, 0),
-        rows=_fill(part.rows, size, trash),
-        positions=_fill(part.positions, size, 0),
-        span_rows=_fill(part.span_rows, spans, trash),
-        cu_decide=cu_decide,
+        layout, places=places, positions=padded(layout.positions, bucket.tokens, 0), aside=aside
     )
 
 
-def _fill(column: np.ndarray, size: int, value: int) -> np.ndarray:
-    padded = np.full(size, value, dtype=column.dtype)
-    padded[: len(column)] = column
-    return padded
+def padding_canvases(bucket: Bucket, tables: RowTables) -> StepLayout:
+    """A step of padding alone, for what decides nothing."""
+    aside = int(bucket.aside)
+    span = Span(tables.trash_row, 0, 1, 1 - aside, FULL, 0, 0, aside=aside)
+    nothing = KeyChoice(0, 0, by_head=False, pool=1)
+    layout = lay_out([span], tables, logits_shift=0, logit_chunk=1, choice_of=lambda _: nothing)
+    return pad_canvases(layout, bucket, tables)
+
+
+def _pad_decided(part: DecideLayout, bucket: Bucket, trash: int) -> DecideLayout:
+    """One span more than the bucket has rows owns all positions behind the real ones."""
+    size, spans = bucket.decided, bucket.rows + 1
+    cu_decide = padded(part.cu_decide, spans + 1, part.cu_decide[-1])
+    cu_decide[-1] = size
+    return replace(
+        part,
+        queries=padded(part.queries, size, 0),
+        rows=padded(part.rows, size, trash),
+        positions=padded(part.positions, size, 0),
+        span_rows=padded(part.span_rows, spans, trash),
+        cu_decide=cu_decide,
+    )

@@ -20,7 +20,15 @@ from engine_service.sampling.batch import DecideResult
 from engine_service.sampling.head import HeadLogits
 from engine_service.staging import Arena
 from engine_service.worker.batch import DecidePart, bind_batch, columns_of
-from engine_service.worker.buckets import PLAIN, Bucket, find_bucket, pad
+from engine_service.worker.buckets import (
+    PLAIN,
+    Bucket,
+    find_bucket,
+    find_canvas_bucket,
+    pad,
+    pad_canvases,
+    padding_canvases,
+)
 from engine_service.worker.checkpoint import Report
 from engine_service.worker.layout import StepLayout, lay_out
 from engine_service.worker.program import StepProgram
@@ -42,7 +50,8 @@ class _Captured:
 
 
 class StepGraphs:
-    """Captures every bucket at construction; `run` replays one. Single stream, like the runner."""
+    """Captures every bucket at construction; `run` and `forward` replay one. Single stream, like
+    the runner."""
 
     def __init__(
         self, program: StepProgram, buckets: Sequence[Bucket], logit_chunk: int, report: Report
@@ -56,23 +65,32 @@ class StepGraphs:
         templates = {
             (bucket, method): self._template(bucket, method)
             for bucket in reversed(buckets)
-            for method in range(len(program.strategies))
+            for method in (range(len(program.strategies)) if bucket.decided else (None,))
         }
         sizes = [Arena.size_of(columns_of(template)) for template in templates.values()]
         self._arena = Arena(max(sizes), device)
         self._pool = torch.cuda.graph_pool_handle()
         self._hidden = torch.empty(
-            max(bucket.decided for bucket in buckets),
+            max(bucket.decided or bucket.tokens for bucket in buckets),
             program.model.traits.hidden_size,
             dtype=program.backend.shape.dtype,
             device=device,
         )
         """Where graphs leave hidden states for decisions that follow them."""
         self._captured: dict[tuple[Bucket, int], _Captured] = {}
-        for done, (key, template) in enumerate(templates.items()):
+        self._forwards: dict[Bucket, torch.cuda.CUDAGraph] = {}
+        for done, ((bucket, method), template) in enumerate(templates.items()):
             report("graphs", done, len(templates))
-            self._captured[key] = self._capture(template)
+            if method is None:
+                self._forwards[bucket] = self._capture_forward(template)
+            else:
+                self._captured[bucket, method] = self._capture(template)
         torch.cuda.synchronize(device)
+
+    def has_room(self, layout: StepLayout) -> bool:
+        """Whether a step's forward at least is captured."""
+        found = find_bucket(layout, self._buckets) or find_canvas_bucket(layout, self._buckets)
+        return found is not None
 
     def run(self, layout: StepLayout) -> DecideResult | None:
         """Replays the step's graph; None where no bucket has room. Never waits."""
@@ -93,9 +111,21 @@ class StepGraphs:
         logits = HeadLogits(self._program.model, self._hidden[: bucket.decided])
         return self._program.decide(part, logits)
 
-    def _template(self, bucket: Bucket, method: int) -> StepLayout:
-        """A step of padding alone."""
+    def forward(self, layout: StepLayout) -> torch.Tensor | None:
+        """[T, E] hidden states of a step of canvases, to be read before the next replay; None where
+        no bucket has room. Never waits."""
+        bucket = find_canvas_bucket(layout, self._buckets)
+        if bucket is None:
+            return None
+        self._arena.put(columns_of(pad_canvases(layout, bucket, self._program.tables)))
+        self._forwards[bucket].replay()
+        return self._hidden[: len(layout.places)]
+
+    def _template(self, bucket: Bucket, method: int | None) -> StepLayout:
+        """A step of padding alone; None: that decides nothing."""
         tables = self._program.tables
+        if method is None:
+            return padding_canvases(bucket, tables)
         layout = lay_out(
             [Span(tables.trash_row, 0, 1, 1, 1, 1, 2)], tables, logits_shift=1, logit_chunk=1
         )
@@ -125,6 +155,19 @@ class StepGraphs:
         whole, result = self._record(decided)
         short, part = self._record(to_hidden)
         return _Captured(whole=whole, result=result, to_hidden=short, part=part)
+
+    @torch.inference_mode()
+    def _capture_forward(self, template: StepLayout) -> torch.cuda.CUDAGraph:
+        columns = columns_of(template)
+        self._arena.put(columns)
+        program, windows = self._program, self._arena.windows(columns)
+
+        def forward() -> None:
+            hidden = program.forward(bind_batch(template, windows, program.tables))
+            self._hidden[: len(hidden)].copy_(hidden)
+
+        graph, _ = self._record(forward)
+        return graph
 
     def _record(self, work: Callable[[], _Made]) -> tuple[torch.cuda.CUDAGraph, _Made]:
         """Runs `work` once, so that kernels are compiled and libraries have their workspaces, and

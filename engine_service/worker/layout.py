@@ -8,7 +8,7 @@ Shape legend: S spans, T query tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -71,6 +71,11 @@ class StepLayout:
         """`columns` as spans. O(spans)."""
         return None if self.columns is None else spans_of(self.columns)
 
+    @property
+    def only_decides(self) -> bool:
+        """Whether nothing is scored or pooled."""
+        return self.scores is None and self.pools is None
+
 
 def lay_out(
     spans: Sequence[Span],
@@ -121,6 +126,13 @@ def lay_out(
         pools=pools,
         aside=aside,
     )
+
+
+def numbered(layout: StepLayout, indices: np.ndarray) -> StepLayout:
+    """The layout of a plan's spans at `indices`: decisions are then those of the plan's spans."""
+    assert layout.only_decides, "scores and pooled prompts name spans too"
+    parts = (replace(part, spans=indices[part.spans]) for part in layout.decides)
+    return replace(layout, decides=tuple(parts))
 
 
 def _in_order(columns: Columns, longest_first: bool) -> tuple[Columns, np.ndarray, int]:

@@ -91,10 +91,13 @@ def decides_in_pieces(model: CausalModel) -> bool:
 
 def _graph_bytes(buckets: Sequence[Bucket], model: CausalModel, dtype: torch.dtype) -> int:
     """What graphs keep beside activations: logits in their pool, or no more than a decision in
-    pieces takes; hidden states behind it; and the graphs themselves (two a bucket)."""
+    pieces takes; hidden states behind it; and the graphs themselves (two a bucket that decides)."""
     traits, decided = model.traits, max(bucket.decided for bucket in buckets)
-    width = traits.hidden_size + (0 if decides_in_pieces(model) else traits.vocab_size)
-    return decided * width * dtype.itemsize + 2 * len(buckets) * _BYTES_PER_GRAPH
+    hidden = max(bucket.decided or bucket.tokens for bucket in buckets)
+    width = 0 if decides_in_pieces(model) else traits.vocab_size
+    num_graphs = sum(2 if bucket.decided else 1 for bucket in buckets)
+    numbers = decided * width + hidden * traits.hidden_size
+    return numbers * dtype.itemsize + num_graphs * _BYTES_PER_GRAPH
 
 
 @torch.inference_mode()

@@ -10,17 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from engine_service.core.step import Decisions, NewRow, Span, StepPlan
+from engine_service.core.step import Decisions, NewRow, Span, SteadyRows, StepPlan
 from engine_service.core.strategy import KeyChoice
 from engine_service.sampling.batch import DecideResult
 from engine_service.sampling.logprobs import Scores
 from engine_service.staging import HostCopies, stage
 from engine_service.worker.batch import bind_batch, columns_of
+from engine_service.worker.buckets import LAUNCH_BOUND
 from engine_service.worker.decisions import split_decided, split_scored
 from engine_service.worker.graphs import StepGraphs
-from engine_service.worker.layout import StepLayout, lay_out
+from engine_service.worker.layout import StepLayout, lay_out, numbered
 from engine_service.worker.pooling import Pooled, PoolLayout, split_pooled
 from engine_service.worker.program import StepProgram
 from engine_service.worker.wanted import DecideLayout, ScoreLayout
@@ -44,7 +46,7 @@ class Runner:
     def __init__(
         self, program: StepProgram, *, logit_chunk: int, graphs: StepGraphs | None = None
     ) -> None:
-        """Without `graphs` every step runs eagerly."""
+        """Without `graphs` every kernel is launched by itself."""
         self._program = program
         self._tables = program.tables
         self._logit_chunk = logit_chunk
@@ -60,20 +62,12 @@ class Runner:
         handle = StepHandle(num_own, plan.num_spans - num_own, copies)
         if not plan.num_spans:
             return handle
-        layout = lay_out(
-            plan.own_spans,
-            self._tables,
-            logits_shift=self._program.model.traits.logits_shift,
-            logit_chunk=self._logit_chunk,
-            longest_first=self._tables.device.type == "cuda",
-            choice_of=self._choice_of,
-            steady=plan.steady,
-        )
-        result = None if self._graphs is None else self._graphs.run(layout)
-        if result is None:
-            self._run_eagerly(layout, handle)
-        else:
-            handle.decided.append((layout.decides[0], _copied(result, handle.copies)))
+        for layout in self._shares(plan) or [self._lay_out(plan.own_spans, plan.steady)]:
+            result = None if self._graphs is None else self._graphs.run(layout)
+            if result is None:
+                self._run_in_parts(layout, handle)
+            else:
+                handle.decided.append((layout.decides[0], _copied(result, handle.copies)))
         handle.copies.seal()
         return handle
 
@@ -95,15 +89,46 @@ class Runner:
             if mine:
                 strategy.admit(mine)
 
+    def _shares(self, plan: StepPlan) -> list[StepLayout]:
+        """A step of both canvases aside of the pages and other spans as one step of either, if both
+        are captured; they have no row in common. Nothing where the step is better run as one."""
+        spans, graphs = plan.own_spans, self._graphs
+        if graphs is None or plan.steady is not None:
+            return []
+        aside = [index for index, span in enumerate(spans) if span.aside]
+        num_tokens = sum(span.num_tokens for span in spans)
+        if not 0 < len(aside) < len(spans) or num_tokens > LAUNCH_BOUND:
+            return []
+        paged = [index for index, span in enumerate(spans) if not span.aside]
+        shares = [self._lay_out([spans[index] for index in own]) for own in (paged, aside)]
+        if not all(share.only_decides and graphs.has_room(share) for share in shares):
+            return []
+        return list(map(numbered, shares, map(np.array, (paged, aside))))
+
+    def _lay_out(self, spans: Sequence[Span], steady: SteadyRows | None = None) -> StepLayout:
+        return lay_out(
+            spans,
+            self._tables,
+            logits_shift=self._program.model.traits.logits_shift,
+            logit_chunk=self._logit_chunk,
+            longest_first=self._tables.device.type == "cuda",
+            choice_of=self._choice_of,
+            steady=steady,
+        )
+
     def _choice_of(self, span: Span) -> KeyChoice:
         method = self._tables.method_of_row[span.row]
         return self._program.strategies[method].choice_of(span)
 
-    def _run_eagerly(self, layout: StepLayout, handle: StepHandle) -> None:
+    def _run_in_parts(self, layout: StepLayout, handle: StepHandle) -> None:
+        """Launches what follows the forward, and the forward itself unless it is captured."""
         program, copies = self._program, handle.copies
+        # First of all, so that the device computes while the rest is made.
+        hidden = None if self._graphs is None else self._graphs.forward(layout)
         staged = stage(columns_of(layout), self._tables.device)
         batch = bind_batch(layout, staged, self._tables)
-        hidden = program.forward(batch)
+        if hidden is None:
+            hidden = program.forward(batch)
         # Scores first: they read tokens that are known, decisions write new ones.
         if batch.scores is not None:
             scores = program.score(batch.scores, hidden, self._logit_chunk)

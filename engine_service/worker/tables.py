@@ -97,7 +97,7 @@ class RowTables:
         self.device = device
         self.in_pieces = in_pieces
         self.pooled = pooled
-        self._trash_page = trash_page
+        self.trash_page = trash_page
         self._fill = mask_token_id or 0
         self._method_index = {name: index for index, name in enumerate(methods)}
         self._integers = torch.zeros(len(_INTEGERS), num_rows, dtype=torch.int64, device=device)
@@ -141,7 +141,7 @@ class RowTables:
     @property
     def trash_slot(self) -> int:
         """A KV slot that nobody reads."""
-        return self._trash_page * self.page_size
+        return self.trash_page * self.page_size
 
     @property
     def mask_place(self) -> int:
@@ -272,7 +272,7 @@ class RowTables:
             self.method_of_row[new.row] = self._method_index[new.method]
             self.prompt_logprobs_of_row[new.row] = -1 if of_prompt is None else of_prompt
             self._demands[new.row] = _demands_of(new)
-            self.host_pages[new.row] = self._trash_page
+            self.host_pages[new.row] = self.trash_page
         if self.pooled is not None:
             self.pooled.admit(new_rows)
 

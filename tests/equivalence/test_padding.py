@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from engine_service.kernels.jit import HAS_TRITON, INTERPRETED
 from engine_service.sampling.batch import DecideResult
@@ -22,13 +23,14 @@ from engine_service.worker.buckets import (
     PLAIN,
     Bucket,
     find_bucket,
+    find_canvas_bucket,
     list_buckets,
-    list_canvas_buckets,
     pad,
+    pad_canvases,
+    padding_canvases,
 )
 from engine_service.worker.layout import StepLayout
 from engine_service.worker.program import StepProgram
-from tests.equivalence.test_worker_canvas import write_llada
 from tests.models.checkpoints import SIZES, Case, write
 from tidemill.llm import LLM
 from tidemill.sampling_params import SamplingParams
@@ -91,6 +93,26 @@ class PaddedSteps:
         batch = bind_batch(padded, staged, program.tables)
         (bound,) = batch.decides
         return program.decide(bound, program.logits(bound, program.forward(batch)))
+
+    def has_room(self, layout: StepLayout) -> bool:
+        buckets = self._buckets
+        return any(find(layout, buckets) for find in (find_bucket, find_canvas_bucket))
+
+    def forward(self, layout: StepLayout) -> torch.Tensor | None:
+        bucket = find_canvas_bucket(layout, self._buckets)
+        if bucket is None:
+            return None
+        self.ran.append(bucket)
+        program = self._program
+        padded = pad_canvases(layout, bucket, program.tables)
+        if self._spoil is not None:
+            padded = self._spoil(padded, layout)
+        columns = columns_of(padded)
+        # What a graph was captured with lies where these are put.
+        captured = columns_of(padding_canvases(bucket, program.tables))
+        assert [(x.shape, x.dtype) for x in columns] == [(x.shape, x.dtype) for x in captured]
+        batch = bind_batch(padded, stage(columns, program.tables.device), program.tables)
+        return program.forward(batch)[: len(layout.places)]
 
 
 def make_llm(folder: Path, backend: str) -> LLM:
@@ -193,51 +215,6 @@ def into_a_real_row(padded: StepLayout, real: StepLayout) -> StepLayout:
     queries = part.queries.copy()
     queries[len(own.rows) :] = len(real.places)
     return replace(padded, decides=(replace(part, queries=queries, **columns),))
-
-
-HOLE = 8
-CANVASES = [
-    {"cache": "dual"},
-    {"cache": "sparse", "retention_ratio": 0.5, "head_select": True},
-    {"cache": "prefix"},
-    {},
-]
-
-
-def canvas_tokens(llm: LLM, seed: int, shift: int = 0) -> list[list[int]]:
-    """A row of every cache at a time, `shift` of them turned."""
-    draw, vocab = random.Random(seed), SIZES["vocab_size"] - 1
-    prompts = [[draw.randrange(vocab) for _ in range(length)] for length in (5, 11, 2, 7, 3)]
-    params = [
-        SamplingParams(
-            temperature=0.0,
-            max_tokens=24,
-            ignore_eos=True,
-            method_params={"block_length": HOLE, "threshold": 0.6, **CANVASES[(n + shift) % 4]},
-        )
-        for n in range(len(prompts))
-    ]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-@interpreted
-def test_blocks_of_canvases(tmp_path: Path, seed: int) -> None:
-    """Their tokens stand behind kept keys, in other slots than their positions."""
-    write_llada(tmp_path, 7)
-    want = canvas_tokens(make_llm(tmp_path, "sdpa"), seed)
-    assert canvas_tokens(make_llm(tmp_path, "sdpa"), seed, shift=1) != want, "the control"
-    llm = make_llm(tmp_path, "triton")
-    runner = llm.engine.executor._runner
-    buckets = list_canvas_buckets(
-        max_rows=ROWS, hole=HOLE, max_decide=HOLE, token_budget=256, logit_limit=256
-    )
-    seen: list[StepLayout] = []
-    watch: Spoil = lambda padded, real: seen.append(real) or padded  # noqa: E731
-    runner._graphs = PaddedSteps(runner._program, buckets, watch)
-    assert canvas_tokens(llm, seed) == want
-    assert any(layout.slot_positions is not None for layout in seen)
-    assert any(layout.slot_positions is None for layout in seen)
 
 
 @pytest.mark.parametrize("spoil", [into_a_real_page, into_a_real_row])

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from engine_service.attention import kept
+from engine_service.kernels import keep_keys
 from tests.equivalence.oracles_dense import DenseLLaDA
 from tests.equivalence.oracles_fast_dllm import threshold_rule
-from tests.equivalence.oracles_sparse import keep, sparse_generate
+from tests.equivalence.oracles_sparse import sparse_generate
 from tests.equivalence.test_worker_canvas import ANSWER, MASK, write_llada
 from tests.equivalence.test_worker_engine import make_engine, make_prompts, run
 
@@ -75,10 +75,10 @@ def test_control_another_choice_of_keys_is_seen(llada):
     prompts = make_prompts(rng, 8)
     knobs = [{**random_knobs(rng), "retention_ratio": 0.3, "threshold": 2.0} for _ in prompts]
 
-    def first_ones(scores: torch.Tensor, keys: kept.KeptKeys) -> torch.Tensor:
+    def first_ones(scores: torch.Tensor, *spans: object) -> torch.Tensor:
         return torch.zeros_like(scores)
 
-    with patch.object(kept, "_pool", first_ones):
+    with patch.object(keep_keys, "_pool", first_ones):
         outputs, _ = run(make_engine(folder), prompts, ANSWER, knobs)
     assert outputs != [restated(dense, *one) for one in zip(prompts, knobs, strict=True)]
 
@@ -150,89 +150,3 @@ def test_pages_are_taken_for_what_is_kept(llada):
         assert pages == -(-(max(1, int(72 * ratio)) + 8) // 8)
         assert most_pages(llada[0], {"cache": "sparse", "retention_ratio": ratio}) == pages
     assert most_pages(llada[0], {}) == 0
-
-
-@pytest.mark.parametrize("reach", [0, 1, 3])
-@pytest.mark.parametrize("by_head", [False, True])
-def test_ties_and_short_rows_choose_as_the_restatement_does(reach, by_head):
-    """Spans of several lengths in one call; keys out of few values, so that many scores tie.
-
-    Holes of two and four queries: their means are exact, so that ties are.
-    """
-    rng = torch.Generator().manual_seed(reach)
-    heads, groups, size, page = 4, 2, 4, 4
-    lengths, holes, counts = [9, 17, 6], [(3, 5), (13, 17), (0, 4)], [3, 11, 1]
-    keys, values = (
-        [torch.randint(-1, 2, (n, groups, size), generator=rng).float() for n in lengths]
-        for _ in "kv"
-    )
-    queries = [torch.randint(-1, 2, (n, heads, size), generator=rng).float() for n in lengths]
-    pages_of = [-(-n // page) for n in lengths]
-    own = kept.LayerCache(
-        k=torch.full((sum(pages_of), page, groups, size), torch.nan),
-        v=torch.full((sum(pages_of), page, groups, size), torch.nan),
-    )
-    bases = [page * sum(pages_of[:i]) for i in range(3)]
-    for pages, rows in ((own.k, keys), (own.v, values)):
-        for base, one in zip(bases, rows, strict=True):
-            pages.view(-1, groups, size)[base : base + len(one)] = one
-    cache = kept.LayerCache(
-        k=torch.full((11, page, groups, size), torch.nan), v=own.v.new_zeros(11, page, groups, size)
-    )
-    kept.keep_keys(
-        torch.cat(queries), own, 0, columns(lengths, holes, counts, bases, cache, by_head, reach)
-    )
-    for row, (length, hole, count) in enumerate(zip(lengths, holes, counts, strict=True)):
-        num_outside = length - (hole[1] - hole[0])
-        wanted = keep(
-            queries[row][hole[0] : hole[1]], keys[row], values[row], range(*hole),
-            ratio=(count + 0.01) / num_outside, by_head=by_head, pool=2 * reach + 1,
-        )  # fmt: skip
-        slots = slice(row * 12, row * 12 + count)
-        for pages, chosen in zip((cache.k, cache.v), wanted, strict=True):
-            got = pages.view(-1, groups, size)
-            assert rows_of(got[slots]) == rows_of(chosen)
-            assert not got[row * 12 + count : row * 12 + 12].any(), "slots behind them are cleared"
-
-
-def rows_of(pages: torch.Tensor) -> list[list[list[float]]]:
-    """Per head, what was kept in any order."""
-    return [sorted(pages[:, head].tolist()) for head in range(pages.shape[1])]
-
-
-def columns(
-    lengths: list[int],
-    holes: list[tuple[int, int]],
-    counts: list[int],
-    bases: list[int],
-    cache: kept.LayerCache,
-    by_head: bool,
-    reach: int,
-) -> kept.KeptKeys:
-    """Rows of three pages each; page 9 is nobody's."""
-    outside = [
-        [p for p in range(n) if not a <= p < b] for n, (a, b) in zip(lengths, holes, strict=True)
-    ]
-    firsts = [sum(lengths[:i]) for i in range(len(lengths))]
-    widest, longest = max(map(len, outside)), max(b - a for a, b in holes)
-    candidates = [
-        [base + p for p in own] + [base] * (widest - len(own))
-        for base, own in zip(bases, outside, strict=True)
-    ]
-    queries = [
-        [first + p for p in range(a, b)] + [0] * (longest - b + a)
-        for first, (a, b) in zip(firsts, holes, strict=True)
-    ]
-    shares = [[1 / (b - a)] * (b - a) + [0.0] * (longest - b + a) for a, b in holes]
-    return kept.KeptKeys(
-        caches=[cache],
-        queries=torch.tensor(queries),
-        shares=torch.tensor(shares),
-        candidates=torch.tensor(candidates),
-        num_candidates=torch.tensor([len(own) for own in outside]),
-        targets=torch.arange(len(lengths) * 12).view(-1, 12),
-        num_kept=torch.tensor(counts),
-        by_head=torch.tensor([by_head] * len(lengths)),
-        reach=torch.tensor([reach] * len(lengths)),
-        max_reach=reach,
-    )

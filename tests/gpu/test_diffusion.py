@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 import torch
 
 from engine_service import resolve
-from engine_service.sampling.batch import DecideResult
 from engine_service.worker import graphs
 from engine_service.worker.layout import StepLayout
 from tests.equivalence.test_worker_canvas import VOCAB, as_dream, write_llada
@@ -81,27 +81,71 @@ def tokens(
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def watch_replays(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool]]:
+    """Which kinds of graphs were asked for a step, and whether one had room."""
+    seen: set[tuple[str, bool]] = set()
+
+    def watched(name: str) -> Any:
+        replay = getattr(graphs.StepGraphs, name)
+
+        def call(self: graphs.StepGraphs, layout: StepLayout) -> Any:
+            result = replay(self, layout)
+            seen.add((name, result is not None))
+            return result
+
+        return call
+
+    for name in ("run", "forward"):
+        monkeypatch.setattr(graphs.StepGraphs, name, watched(name))
+    return seen
+
+
+@pytest.mark.parametrize("knobs", CACHES, ids=str)
+def test_whole_canvases_are_replayed(
+    knobs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One cache at a time; blocks longer than those of captured steps, filters and
+    log-probabilities included."""
+    replayed = watch_replays(monkeypatch)
+    write_llada(tmp_path, 7)
+    prompts = random_prompts(9, 12, VOCAB)
+    kinds: list[dict[str, Any]] = [{}, {"logprobs": 2}, {"temperature": 3.0, "top_k": 9}]
+    params = [
+        SamplingParams(
+            max_tokens=ANSWER,
+            ignore_eos=True,
+            seed=number,
+            method_params={"block_length": (8, 48)[number % 2], "threshold": 0.6, **knobs},
+            **{"temperature": 0.0, **kinds[number % 3]},
+        )
+        for number in range(12)
+    ]
+    made = []
+    for flags in ({}, {"enforce_eager": True}):
+        llm = LLM(str(tmp_path), device="cuda", dtype="float32", max_model_len=128, max_rows=6,
+                  memory_fraction=0.2, skip_tokenizer_init=True, **flags)  # fmt: skip
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        made.append([output.outputs[0].token_ids for output in outputs])
+    assert made[0] == made[1]
+    assert ("forward", True) in replayed
+    if knobs in ({}, {"cache": "prefix"}, {"cache": "dual"}):
+        assert ("forward", False) not in replayed, "nothing is launched"
+    other = [replace(one, seed=one.seed + 99) for one in params]
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts, other, use_tqdm=False)] != made[1]
+
+
 @pytest.mark.parametrize("flags", [{}, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize("kv_heads", [4, 2], ids=["MHA", "GQA"])
 def test_canvases_with_every_cache(
     kv_heads: int, flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All kinds in one engine: each step mixes spans over the pages with spans aside of them.
-    Blocks of 40 have no room in captured steps."""
-    replayed: list[bool] = []
-    run = graphs.StepGraphs.run
-
-    def watched(self: graphs.StepGraphs, layout: StepLayout) -> DecideResult | None:
-        result = run(self, layout)
-        replayed.append(result is not None)
-        return result
-
-    monkeypatch.setattr(graphs.StepGraphs, "run", watched)
+    """All kinds in one engine: steps mix spans over the pages with spans aside of them."""
+    replayed = watch_replays(monkeypatch)
     write_llada(tmp_path, 7, n_kv_heads=kv_heads)
     prompts, knobs = random_prompts(1, 24, VOCAB), canvas_knobs(2, 24)
     want = tokens(tmp_path, "cpu", prompts, knobs)
     assert tokens(tmp_path, "cuda", prompts, knobs, **flags) == want
-    assert set(replayed) == {False, True}, "blocks are replayed, whole canvases are launched"
+    assert replayed >= {("run", True), ("run", False), ("forward", True)}
     assert tokens(tmp_path, "cuda", prompts, knobs, enforce_eager=True, **flags) == want
     other = canvas_knobs(2, 24, first=3)
     assert tokens(tmp_path, "cpu", prompts, other) != want, "the control: other caches"

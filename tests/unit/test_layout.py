@@ -7,15 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from engine_service.core.step import PageAppend, Span
+from engine_service.core.step import FULL, PageAppend, Span
+from engine_service.core.strategy import KeyChoice
+from engine_service.worker.aside import AsideLayout, lay_out_aside
 from engine_service.worker.buckets import (
     Bucket,
     find_bucket,
+    find_canvas_bucket,
     list_buckets,
+    list_whole_canvases,
     pad,
     row_sizes,
 )
-from engine_service.worker.layout import StepLayout, lay_out
+from engine_service.worker.layout import StepLayout, lay_out, numbered
 from engine_service.worker.tables import RowTables
 from tests.row_builders import make_row
 
@@ -131,6 +135,67 @@ def test_every_small_step_of_one_method_has_a_bucket(block, seed):
         pad(layout, bucket, tables)
 
 
+@pytest.mark.parametrize("max_rows", [1, 32])
+def test_few_graphs_serve_whole_canvases_and_waste_little(max_rows):
+    buckets = list_whole_canvases(max_rows=max_rows, longest=4096, token_budget=8192)
+    assert len(buckets) <= 26, "each is captured at start-up"
+    assert all(one.decided == 0 for one in buckets)
+    aside, paged = ([one for one in buckets if one.aside == kind] for kind in (True, False))
+    for tokens in range(1, 1025):
+        for kind, least in ((aside, 63), (paged, 127)):
+            bucket = next(one for one in kind if one.tokens >= tokens)
+            assert bucket.tokens <= tokens + max(least, tokens // 4)
+            assert bucket.longest == bucket.tokens, "one canvas may take it all"
+    assert all(one.rows <= 2 * max_rows for one in aside), "the second copies of guidance too"
+    assert all(one.rows <= max_rows for one in paged)
+    short = list_whole_canvases(max_rows=max_rows, longest=100, token_budget=200)
+    assert {one.tokens for one in short} == {64, 128, 192}
+    assert max(one.longest for one in short) == 100
+
+
+def test_canvases_aside_and_over_the_pages_have_buckets_of_their_own():
+    tables = make_tables()
+    buckets = list_whole_canvases(max_rows=MAX_ROWS, longest=WIDTH, token_budget=256)
+
+    def of(*spans: Span) -> Bucket | None:
+        nothing = KeyChoice(0, 0, by_head=False, pool=1)
+        layout = lay_out(
+            spans, tables, logits_shift=0, logit_chunk=1000, choice_of=lambda _: nothing
+        )
+        return find_canvas_bucket(layout, buckets)
+
+    aside = Span(0, 0, 30, 0, FULL, 3, 7, aside=1)
+    paged = Span(1, 0, 30, 30, FULL, 3, 7)
+    found = of(aside)
+    assert found is not None
+    assert (found.aside, found.tokens) == (True, 64)
+    both = of(aside._replace(aside=2), aside._replace(row=2))
+    assert both is not None, "the copy of guidance counts"
+    assert (both.tokens, both.rows) == (128, 4)
+    over = of(paged)
+    assert over is not None
+    assert (over.aside, over.tokens) == (False, 128)
+    assert of(aside, paged) is None, "a step of both sorts is launched"
+    assert of(*(aside._replace(row=row, aside=2) for row in range(MAX_ROWS))) is None, "too long"
+
+
+def test_long_canvases_are_replayed_where_little_is_padded():
+    tables = make_tables()
+    buckets = list_whole_canvases(max_rows=100, longest=WIDTH, token_budget=4096)
+    one = laid_out([Span(0, 0, WIDTH, WIDTH, 1, WIDTH, WIDTH + 1)], tables)
+    for tokens, size in ((1000, 1024), (1025, None), (1137, None), (1138, 1280), (2848, 3072)):
+        layout = replace(one, places=np.zeros(tokens, dtype=np.int64), aside=as_aside(tables))
+        layout = replace(layout, rows=layout.rows[:0])
+        found = find_canvas_bucket(layout, buckets)
+        assert (None if found is None else found.tokens) == size
+
+
+def as_aside(tables: RowTables) -> AsideLayout:
+    return lay_out_aside(
+        [Span(0, 0, WIDTH, 0, FULL, 0, 1, aside=1)], tables, first=0, choice_of=lambda _: None
+    )
+
+
 def test_what_does_not_fit_runs_eagerly():
     tables = make_tables()
     layout = laid_out([decoding(0, 3), decoding(1, 4)], tables)
@@ -174,6 +239,24 @@ def test_plain_rows_share_a_decision_where_logits_come_in_pieces():
     assert sizes(spans) == [5]
     tables.apply([make_row(5, [1, 2, 3], logprobs=1)], [])
     assert sizes([*spans, decoding(5, 2)]) == [2, 2, 2]
+
+
+def test_a_part_of_a_plan_decides_for_spans_of_the_plan(seed):
+    draw = random.Random(seed)
+    tables = make_tables()
+    spans = [decoding(row, draw.randrange(20)) for row in range(MAX_ROWS)]
+    own = draw.sample(range(MAX_ROWS), 3)
+    layout = lay_out(
+        [spans[index] for index in own],
+        tables,
+        logits_shift=1,
+        logit_chunk=1000,
+        longest_first=True,
+    )
+    part = numbered(layout, np.array(own)).decides[0]
+    for index, row, position in zip(part.spans, part.rows, part.positions, strict=True):
+        assert (spans[index].row, spans[index].decide_start) == (row, position)
+    assert sorted(layout.decides[0].spans.tolist()) == [0, 1, 2], "the control: numbers of its own"
 
 
 def test_the_longest_may_go_first(seed):
