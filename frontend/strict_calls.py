@@ -7,7 +7,7 @@ schema's order, of strings the text as it stands, of everything else JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -46,11 +46,32 @@ _GLM = _Tags(
 )  # fmt: skip
 
 
-def structure_of(parser: type[GrammarParser] | None, function: Mapping[str, Any]) -> dict[str, Any]:
-    """The structure for calls of a function, whose arguments follow its schema if it is strict.
+def is_described(parser: type[GrammarParser] | None) -> bool:
+    """Whether `structures_of` knows how calls are written that this parser reads."""
+    return parser is not None and issubclass(parser, tuple(_MAKERS))
 
-    Raises Unsupported, naming no parameter, for formats and schemas that cannot be held to.
+
+def strict_param(functions: Sequence[Mapping[str, Any]]) -> str:
+    """The field of the first strict one; empty: there is none."""
+    return next((f"tools[{i}]" for i, one in enumerate(functions) if one.get("strict")), "")
+
+
+def structures_of(
+    parser: type[GrammarParser] | None, functions: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The structures for calls of these functions; arguments of strict ones follow their schema.
+
+    Raises Unsupported, naming the first strict one, for formats and schemas that no call can be
+    held to.
     """
+    try:
+        return [_structure(parser, one) for one in functions]
+    except Unsupported as refused:
+        param = strict_param(functions)
+        raise Unsupported(f"{param}: {refused.message}", param=param) from refused
+
+
+def _structure(parser: type[GrammarParser] | None, function: Mapping[str, Any]) -> dict[str, Any]:
     for kind, make in _MAKERS.items():
         if parser is not None and issubclass(parser, kind):
             return make(function)
@@ -66,11 +87,16 @@ def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"x-guidance": SPACE, "type": "object", **(function.get("parameters") or {})}
 
 
+def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema that the arguments of a call are held to: any object, unless it is strict."""
+    is_strict = function.get("strict")
+    return schema_of(function if is_strict else {})
+
+
 def _hermes(function: Mapping[str, Any]) -> dict[str, Any]:
     name = json.dumps(function["name"])
-    schema = schema_of(function) if function.get("strict") else {"type": "object"}
     begin = f'{TRIGGER}\n{{"name": {name}, "arguments": '
-    return {"begin": begin, "schema": schema, "end": "}\n</tool_call>"}
+    return {"begin": begin, "schema": arguments_of(function), "end": "}\n</tool_call>"}
 
 
 def _tagged(tags: _Tags) -> Callable[[Mapping[str, Any]], dict[str, Any]]:

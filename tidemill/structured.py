@@ -23,21 +23,25 @@ _KINDS = {
 
 
 class Reasoning(NamedTuple):
-    """Free text that begins with `start`, or has begun already where that is empty, up to `end`."""
+    """Free text that begins with `start`, or has begun already where that is empty, up to `end`; or
+    `lark` of a whole output, in which @answer stands for what follows the constraint."""
 
-    start: str
-    end: str
+    start: str = ""
+    end: str = ""
+    lark: str = ""
 
 
 class Constraint(NamedTuple):
     """A grammar for the whole answer: `kind` is a field of the contract's Constraint, `text` what
     stands in it (of choices their JSON list), `param` what the caller calls it. `reasoning` may
-    stand in front of the answer."""
+    stand in front of the answer. `may_call`: calls in the model's own format may stand in the
+    answer's place."""
 
     kind: str
     text: str
     param: str
     reasoning: Reasoning | None = None
+    may_call: bool = False
 
     @classmethod
     def read(cls, kind: str, value: Any, param: str) -> Constraint:
