@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from frontend import input_grammar
 from frontend.calls_or_answer import calls_or_answer
 from frontend.parsers.registry import OutputFormat
 from frontend.request import Chat, TextRequest
@@ -53,12 +54,18 @@ def _either(chat: Chat, form: OutputFormat, asked: Constraint | None) -> Constra
         return None
     if chat.must_call:
         return None
-    return calls_or_answer(asked, [tool["function"] for tool in chat.tools], form)
+    return calls_or_answer(asked, _functions(chat), form)
+
+
+def _functions(chat: Chat) -> list[dict[str, Any]]:
+    """The tools, those of free form with the grammars of their inputs."""
+    functions = [tool["function"] for tool in chat.tools]
+    return [{**one, "input_format": chat.input_formats.get(one["name"])} for one in functions]
 
 
 def call_constraint(chat: Chat, form: OutputFormat) -> Constraint | None:
     """What an answer to `chat` must be on account of its tools; None: anything."""
-    functions = [tool["function"] for tool in chat.tools]
+    functions = _functions(chat)
     if chat.must_call:
         called = [one for one in functions if chat.called in ("", one["name"])]
         text = _arguments(called[0]) if chat.called else _calls(called, chat.parallel_tool_calls)
@@ -71,7 +78,9 @@ def call_constraint(chat: Chat, form: OutputFormat) -> Constraint | None:
 
 
 def _arguments(function: Mapping[str, Any]) -> str:
-    """Lark: the arguments of one call."""
+    """Lark: the arguments of one call; of text by a grammar, the text as it stands."""
+    if function["input_format"] is not None:
+        return input_grammar.whole(function["input_format"])
     return f"%llguidance {{}}\nstart: %json {json.dumps(schema_of(function))}\n"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from frontend.parsers.registry import OutputFormat
 from frontend.parsers.tools.harmony import turn_of
-from frontend.strict_calls import SPACE, arguments_of, is_described, structures_of
+from frontend.strict_calls import SPACE, is_described, schemas_of, structures_of
 from tidemill.runtime.errors import Unsupported
 from tidemill.structured import Constraint
 
@@ -28,8 +28,7 @@ def calls_or_answer(
     cannot be held to their schemas.
     """
     if form.reads_channels:
-        schemas = {one["name"]: arguments_of(one) for one in functions}
-        return asked._replace(reasoning=turn_of(schemas), may_call=True)
+        return asked._replace(reasoning=turn_of(schemas_of(functions)), may_call=True)
     if not is_described(form.tools):
         raise Unsupported(
             f"{asked.param} beside tools is served where calls are written as <tool_call> (hermes, "

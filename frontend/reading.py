@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from frontend.parsers.base import Arguments, CallBegun, Content, OutputParser, ToolSpec
 from frontend.parsers.calls_or_json import CallsOrJson
+from frontend.parsers.free_input import NamedInputParser
 from frontend.parsers.registry import TOOL_PARSERS, InTurn, OutputFormat
 from frontend.parsers.tools.bare_json import CallListParser, NamedCallParser
 from frontend.request import Chat, TextRequest
@@ -91,7 +92,7 @@ def reading_of(
     rendered conversation, `constraint` what `behind_reasoning` made."""
     parser: OutputParser | None
     if chat.must_call:
-        parser = NamedCallParser(chat.called) if chat.called else CallListParser(_specs(chat))
+        parser = _forced(chat)
     elif constraint is None or constraint.kind == "structural_tag" or form.reads_channels:
         return _reading(form.parser(_specs(chat), prompt), chat)
     elif constraint.may_call and form.tools is not None:
@@ -103,6 +104,13 @@ def reading_of(
         assert first is not None, "a format that reasons reads its reasoning"
         parser = first if parser is None else InTurn(first, parser)
     return _reading(parser, chat)
+
+
+def _forced(chat: Chat) -> OutputParser:
+    if not chat.called:
+        return CallListParser(_specs(chat))
+    is_text = chat.called in chat.input_formats
+    return NamedInputParser(chat.called) if is_text else NamedCallParser(chat.called)
 
 
 def _reading(parser: OutputParser | None, chat: Chat) -> Reading | None:

@@ -7,10 +7,12 @@ schema's order, of strings the text as it stands, of everything else JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from frontend.input_grammar import up_to
 from frontend.parsers.grammar import GrammarParser
 from frontend.parsers.tools.glm import GlmParser
 from frontend.parsers.tools.hermes import HermesParser
@@ -64,8 +66,20 @@ def structures_of(
     Raises Unsupported, naming the first strict one, for formats and schemas that no call can be
     held to.
     """
-    try:
+    with _named(functions):
         return [_structure(parser, one) for one in functions]
+
+
+def schemas_of(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the arguments of a call are held to, by name. Raises Unsupported as `structures_of`."""
+    with _named(functions):
+        return {one["name"]: arguments_of(one) for one in functions}
+
+
+@contextmanager
+def _named(functions: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    try:
+        yield
     except Unsupported as refused:
         param = strict_param(functions)
         raise Unsupported(f"{param}: {refused.message}", param=param) from refused
@@ -83,7 +97,15 @@ def _structure(parser: type[GrammarParser] | None, function: Mapping[str, Any]) 
 
 
 def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments are an object, also where a schema leaves that open."""
+    """Arguments are an object, also where a schema leaves that open. Raises Unsupported for an
+    input that JSON cannot hold to its grammar."""
+    written = function.get("input_format")
+    if written is not None and written.syntax == "lark":
+        raise Unsupported(
+            f"{function['name']!r} takes text by a Lark grammar, which calls written as JSON are "
+            "not held to; name the tool in tool_choice, or give the grammar as a regex",
+            param="tools",
+        )
     return {"x-guidance": SPACE, "type": "object", **(function.get("parameters") or {})}
 
 
@@ -115,14 +137,17 @@ _ANYTHING = 'start: rest\nrest[lazy]: TEXT "</tool_call>"'
 
 def _arguments(function: Mapping[str, Any], tags: _Tags) -> str:
     """Rules for all parameters of a strict function, up to the end of its call."""
-    schema = function.get("parameters") or {}
+    schema, written = function.get("parameters") or {}, function.get("input_format")
     properties = schema.get("properties", {})
     if not isinstance(properties, Mapping) or schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
         raise Unsupported(f"strict: the parameters of {function['name']!r} must be a plain object")
     required, shared = schema.get("required", ()), _shared(schema)
     rules, parts = [], []
     for number, (key, given) in enumerate(properties.items()):
-        value = _value(function["name"], key, given, shared, tags)
+        if written is None:
+            value = _value(function["name"], key, given, shared, tags)
+        else:
+            value = up_to(written, tags.value_end)
         lead = _literal(tags.key.format(key=key), is_loose=tags.is_loose)
         lazy = "[lazy]" if value.startswith("TEXT") else ""
         rules.append(f"p{number}: {lead} v{number}\nv{number}{lazy}: {value}")

@@ -24,17 +24,22 @@ class InputItem(Body):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[dict[str, Any]] | None = None
 
 
-class FunctionTool(Body):
-    """One tool; only functions are served."""
+class ResponsesTool(Body):
+    """One tool: a function, or of free form (custom)."""
 
     type: str
     name: str | None = Field(default=None, pattern=TOOL_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: StrictBool | None = None
+    format: dict[str, Any] | None = None
+    """Of custom: text, or a grammar (lark or regex) of what the tool is given. A Lark grammar goes
+    with a tool_choice that names the tool, or where the model writes texts as they stand
+    (qwen3_coder, glm45)."""
 
 
 class ReasoningBody(Body):
@@ -143,11 +148,12 @@ class ResponsesBody(Body):
     """Without effect: equal beginnings of prompts share their pages without being named."""
     reasoning: ReasoningBody | None = None
     text: TextBody | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[ResponsesTool] | None = None
     """Need a chat template with a place for tools."""
     tool_choice: str | dict[str, Any] | None = None
-    """auto; none, for which the model is told of no tools; required, or a function by name: the
-    answer is calls alone, which follow the tools' schemas."""
+    """auto; none, for which the model is told of no tools; required, or a tool by name: the answer
+    is calls alone, which follow the tools' schemas. allowed_tools: auto or required among some of
+    the tools, the only ones that the model is told of."""
     parallel_tool_calls: StrictBool | None = None
     """false: only the first call of an answer is told."""
     seed: StrictInt | None = None
