@@ -50,12 +50,17 @@ def parse(body: bytes, kind: type[Parsed]) -> Parsed:
     try:
         parsed = kind.model_validate(loaded)
     except ValidationError as failure:
-        first = failure.errors(include_url=False, include_context=False)[0]
-        param = _path(first["loc"])
-        given = "" if first["type"] == "missing" else f" (got {_short(first['input'])})"
-        raise InvalidRequest(f"{param}: {first['msg']}{given}", param=param) from failure
+        raise invalid(failure) from failure
     refuse_unserved(parsed)
     return parsed
+
+
+def invalid(failure: ValidationError) -> InvalidRequest:
+    """The first fault, which names its field."""
+    first = failure.errors(include_url=False, include_context=False)[0]
+    param = _path(first["loc"])
+    given = "" if first["type"] == "missing" else f" (got {_short(first['input'])})"
+    return InvalidRequest(f"{param}: {first['msg']}{given}", param=param)
 
 
 def to_completion(body: CompletionBody) -> TextRequest:

@@ -11,6 +11,19 @@ from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt
 from frontend.api.openai_schema import TOOL_NAME, Body, DecodingBody, Int32
 
 LOGPROBS = "message.output_text.logprobs"
+Includes = list[
+    Literal[
+        "message.output_text.logprobs",
+        "reasoning.encrypted_content",
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "message.input_image.image_url",
+        "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    ]
+]
+"""What OpenAI can be asked to tell beside an answer."""
 
 
 class InputItem(Body):
@@ -106,21 +119,7 @@ class ResponsesBody(Body):
     max_output_tokens: Annotated[Int32, Field(ge=1)] | None = None
     temperature: StrictFloat | None = None
     top_p: StrictFloat | None = None
-    include: (
-        list[
-            Literal[
-                "message.output_text.logprobs",
-                "reasoning.encrypted_content",
-                "file_search_call.results",
-                "web_search_call.results",
-                "web_search_call.action.sources",
-                "message.input_image.image_url",
-                "computer_call_output.output.image_url",
-                "code_interpreter_call.outputs",
-            ]
-        ]
-        | None
-    ) = None
+    include: Includes | None = None
     """All but the first one ask for parts of items that are never made here, or for reasoning in a
     form that is not needed: it is told as it is."""
     top_logprobs: StrictInt | None = None
