@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from tidemill.nesting import check_nesting
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.sampling_params import StructuredOutputsParams
 
@@ -57,6 +58,8 @@ class Constraint(NamedTuple):
         if not is_right:
             raise InvalidRequest(f"{param} must be {wording}", param=param)
         if isinstance(value, str):
+            if kind in ("json_schema", "structural_tag"):
+                check_nesting(value, param)
             return cls(kind, value, param)
         try:
             return cls(kind, json.dumps(value, allow_nan=False), param)

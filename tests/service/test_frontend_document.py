@@ -9,9 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from frontend.api.openai_request import MAX_DEPTH
 from frontend.api.responses_schema import LOGPROBS
 from tests.service.frontends import stack
+from tidemill.nesting import MAX_DEPTH
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

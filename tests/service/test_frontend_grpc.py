@@ -107,6 +107,7 @@ async def test_trailers_carry_usage_and_timings(served: Stack) -> None:
         trailers = dict(await call.trailing_metadata())
         assert trailers["x-usage-prompt-tokens"] == "2"
         assert trailers["x-usage-completion-tokens"] == "16"
+        assert trailers["x-usage-reasoning-tokens"] == "0"
         assert trailers["x-timing-prefill-ns"] == "3"
         stream = stub.GenerateStream(pb.GenerateStreamRequest(prompt={"text": "ab"}))
         async for _ in stream:
