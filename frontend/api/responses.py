@@ -10,12 +10,10 @@ from frontend.api.http import JsonResponse, read_body
 from frontend.api.openai_request import parse
 from frontend.api.query import InputItemsQuery, ResponseQuery, documented_query, read_query
 from frontend.api.responses_input import page
-from frontend.api.responses_making import Responses, no_end
+from frontend.api.responses_making import Responses
 from frontend.api.responses_schema import ResponsesBody
-from frontend.api.sse import EventStream
 from frontend.desk import FrontDesk
 from frontend.request import Chat
-from tidemill.runtime.errors import InvalidRequest
 
 
 def responses_routes(desk: FrontDesk) -> APIRouter:
@@ -40,12 +38,7 @@ def responses_routes(desk: FrontDesk) -> APIRouter:
     @router.get("/v1/responses/{name}", openapi_extra=documented_query(ResponseQuery))
     async def get_response(name: str, request: Request) -> Response:
         """A response that this frontend keeps, or with `stream` its events."""
-        query = read_query(request, ResponseQuery)
-        if query.stream:
-            return EventStream(kept.events(name, query.starting_after), no_end)
-        if query.starting_after is not None:
-            raise InvalidRequest("starting_after needs stream=true", param="starting_after")
-        return JsonResponse(kept.shelf.get(name).draft.to_json())
+        return kept.told(name, read_query(request, ResponseQuery))
 
     of_items = documented_query(InputItemsQuery)
 
