@@ -28,7 +28,7 @@ def with_calls(request: TextRequest, form: OutputFormat) -> TextRequest:
     """The request with the grammar of the calls that its chat asks for.
 
     Raises InvalidRequest where something else says already what the answer must be, and Unsupported
-    for strict tools in a format whose calls no grammar describes.
+    for strict tools, or a format of the answer beside tools, where no grammar describes the calls.
     """
     chats = [prompt for prompt in request.prompts if isinstance(prompt, Chat) and prompt.tools]
     if not chats:

@@ -3,8 +3,9 @@ text; those that OpenAI itself runs are not served."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from frontend.api.openai_schema import FunctionBody, ToolBody
@@ -16,6 +17,10 @@ from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 _SYNTAXES = ("lark", "regex")
 _MODES = ("auto", "required")
+_NOT_SERVED: Mapping[str, object] = MappingProxyType(
+    {"async": False, "defer_loading": False, "allowed_callers": ["direct"]}
+)
+"""With the value that asks for nothing."""
 
 
 def with_tools_of(body: ResponsesBody, chat: Chat) -> Chat:
@@ -39,12 +44,29 @@ def _function(tool: ResponsesTool, place: str) -> FunctionBody:
         raise Unsupported(f"{place}: tools of type {tool.type!r} are not served", param=place)
     if tool.name is None:
         raise InvalidRequest(f"{place}.name is missing", param=f"{place}.name")
+    _check_fields(tool, place)
     parameters, strict = tool.parameters, tool.strict
     if tool.type == "custom":
         parameters, strict = _one_text(_format(tool, f"{place}.format"))
     return FunctionBody(
         name=tool.name, description=tool.description, parameters=parameters, strict=strict
     )
+
+
+def _check_fields(tool: ResponsesTool, place: str) -> None:
+    """Raises InvalidRequest for what only tools of another type have, and Unsupported for what asks
+    OpenAI to run or to search tools itself."""
+    for name in ("parameters", "strict") if tool.type == "custom" else ("format",):
+        if getattr(tool, name) is not None:
+            raise InvalidRequest(
+                f"{place}.{name} is none of {tool.type} tools; leave it out",
+                param=f"{place}.{name}",
+            )
+    for name, served in _NOT_SERVED.items():
+        if (tool.model_extra or {}).get(name) not in (None, served):
+            raise Unsupported(
+                f"{place}.{name} is not served; leave it out", param=f"{place}.{name}"
+            )
 
 
 def _one_text(written: InputFormat | None) -> tuple[dict[str, Any], bool | None]:

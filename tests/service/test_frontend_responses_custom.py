@@ -107,7 +107,8 @@ async def test_calls_amid_text_are_held_to_a_regex(tmp_path: Path) -> None:
 async def test_only_allowed_tools_are_told_of(tmp_path: Path) -> None:
     choice: Any = {"type": "allowed_tools", "tools": [{"type": "custom", "name": "edit"}]}
     async with sdk(tmp_path) as (served, client):
-        wanted: Any = {"model": "fake", "input": "a<|eos|>", "tools": [F, EDIT]}
+        edit = {**EDIT, "async": False, "allowed_callers": ["direct"]}
+        wanted: Any = {"model": "fake", "input": "a<|eos|>", "tools": [F, edit]}
         await client.responses.create(**wanted)
         assert prompt_of(served).endswith("f:object edit:object <|assistant|>"), "control"
         await client.responses.create(**wanted, tool_choice={**choice, "mode": "auto"})
@@ -129,6 +130,14 @@ WRONG = {
     "syntax": (by(syntax="gbnf", definition="a"), "tools[0].format"),
     "no definition": (by(), "tools[0].format"),
     "format": ({"tools": [{**EDIT, "format": {"type": "json"}}]}, "tools[0].format"),
+    "parameters of text": ({"tools": [{**EDIT, "parameters": {}}]}, "tools[0].parameters"),
+    "a format of parameters": ({"tools": [{**F, "format": {"type": "text"}}]}, "tools[0].format"),
+    "async": ({"tools": [F, {**EDIT, "async": True}]}, "tools[1].async"),
+    "deferred": ({"tools": [{**F, "defer_loading": True}]}, "tools[0].defer_loading"),
+    "callers": (
+        {"tools": [{**F, "allowed_callers": ["programmatic"]}]},
+        "tools[0].allowed_callers",
+    ),
     "no name": ({"tools": [{"type": "custom"}]}, "tools[0].name"),
     "a search": ({"tools": [{"type": "web_search"}]}, "tools[0]"),
     "an unknown choice": (
