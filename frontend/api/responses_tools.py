@@ -57,16 +57,13 @@ def _check_fields(tool: ResponsesTool, place: str) -> None:
     """Raises InvalidRequest for what only tools of another type have, and Unsupported for what asks
     OpenAI to run or to search tools itself."""
     for name in ("parameters", "strict") if tool.type == "custom" else ("format",):
+        field = f"{place}.{name}"
         if getattr(tool, name) is not None:
-            raise InvalidRequest(
-                f"{place}.{name} is none of {tool.type} tools; leave it out",
-                param=f"{place}.{name}",
-            )
+            raise InvalidRequest(f"{field}: {tool.type} tools have none; leave it out", param=field)
     for name, served in _NOT_SERVED.items():
+        field = f"{place}.{name}"
         if (tool.model_extra or {}).get(name) not in (None, served):
-            raise Unsupported(
-                f"{place}.{name} is not served; leave it out", param=f"{place}.{name}"
-            )
+            raise Unsupported(f"{field} is not served; leave it out", param=field)
 
 
 def _one_text(written: InputFormat | None) -> tuple[dict[str, Any], bool | None]:
