@@ -65,7 +65,8 @@ def to_spec(sequence: Sequence) -> pb.GenerateSpec:
     if sequence.constraint is not None:
         spec.constraint.MergeFrom(pb.Constraint(**sequence.constraint.message))
         if sequence.constraint.reasoning is not None:
-            spec.reasoning.MergeFrom(pb.Reasoning(**sequence.constraint.reasoning._asdict()))
+            said = sequence.constraint.reasoning._asdict()
+            spec.reasoning.MergeFrom(pb.Reasoning(**{k: v for k, v in said.items() if v}))
     if sequence.decoding.method or sequence.decoding.params:
         spec.decoding.method = sequence.decoding.method or ""
         spec.decoding.params.update(sequence.decoding.params)

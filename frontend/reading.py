@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from frontend.parsers.base import Arguments, CallBegun, Content, OutputParser, ToolSpec
+from frontend.parsers.calls_or_json import CallsOrJson
+from frontend.parsers.free_input import NamedInputParser
 from frontend.parsers.registry import TOOL_PARSERS, InTurn, OutputFormat
 from frontend.parsers.tools.bare_json import CallListParser, NamedCallParser
 from frontend.request import Chat, TextRequest
@@ -77,7 +79,10 @@ def behind_reasoning(
     conversation."""
     if constraint is None or constraint.kind == "structural_tag":
         return constraint
-    return constraint._replace(reasoning=form.reasoning_behind(prompt))
+    found = form.reasoning_behind(prompt)
+    if found is not None and constraint.reasoning is not None:
+        return constraint  # which knows of calls, too
+    return constraint._replace(reasoning=found)
 
 
 def reading_of(
@@ -87,15 +92,28 @@ def reading_of(
     rendered conversation, `constraint` what `behind_reasoning` made."""
     parser: OutputParser | None
     if chat.must_call:
-        parser = NamedCallParser(chat.called) if chat.called else CallListParser(_specs(chat))
-    elif constraint is not None and constraint.kind != "structural_tag":
-        parser = None
+        parser = _forced(chat)
+    elif constraint is None or constraint.kind == "structural_tag" or form.reads_channels:
+        return _reading(form.parser(_specs(chat), prompt), chat)
+    elif constraint.may_call and form.tools is not None:
+        parser = CallsOrJson(form.tools(_specs(chat)))
     else:
-        parser = form.parser(_specs(chat), prompt)
+        parser = None
     if constraint is not None and constraint.reasoning is not None:
         first = form.parser((), prompt)
         assert first is not None, "a format that reasons reads its reasoning"
         parser = first if parser is None else InTurn(first, parser)
+    return _reading(parser, chat)
+
+
+def _forced(chat: Chat) -> OutputParser:
+    if not chat.called:
+        return CallListParser(_specs(chat))
+    is_text = chat.called in chat.input_formats
+    return NamedInputParser(chat.called) if is_text else NamedCallParser(chat.called)
+
+
+def _reading(parser: OutputParser | None, chat: Chat) -> Reading | None:
     if parser is None:
         return None
     return Reading(parser, most_calls=None if chat.parallel_tool_calls else 1)

@@ -100,6 +100,14 @@ class Options:
         return self.width > self.n
 
 
+class InputFormat(NamedTuple):
+    """A grammar of the text that a free-form tool is given."""
+
+    syntax: str
+    """lark or regex."""
+    definition: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
     """A conversation to be rendered with the chat template.
@@ -114,6 +122,8 @@ class Chat:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     tools: tuple[dict[str, Any], ...] = ()
     """What the model may call; empty where it may call nothing."""
+    input_formats: dict[str, InputFormat] = field(default_factory=dict)
+    """Of the tools whose one argument, `input`, is text by a grammar: the grammar, by name."""
     must_call: bool = False
     """The answer is calls alone."""
     called: str = ""

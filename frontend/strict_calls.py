@@ -7,10 +7,12 @@ schema's order, of strings the text as it stands, of everything else JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from frontend.input_grammar import up_to
 from frontend.parsers.grammar import GrammarParser
 from frontend.parsers.tools.glm import GlmParser
 from frontend.parsers.tools.hermes import HermesParser
@@ -46,11 +48,44 @@ _GLM = _Tags(
 )  # fmt: skip
 
 
-def structure_of(parser: type[GrammarParser] | None, function: Mapping[str, Any]) -> dict[str, Any]:
-    """The structure for calls of a function, whose arguments follow its schema if it is strict.
+def is_described(parser: type[GrammarParser] | None) -> bool:
+    """Whether `structures_of` knows how calls are written that this parser reads."""
+    return parser is not None and issubclass(parser, tuple(_MAKERS))
 
-    Raises Unsupported, naming no parameter, for formats and schemas that cannot be held to.
+
+def strict_param(functions: Sequence[Mapping[str, Any]]) -> str:
+    """The field of the first strict one; empty: there is none."""
+    return next((f"tools[{i}]" for i, one in enumerate(functions) if one.get("strict")), "")
+
+
+def structures_of(
+    parser: type[GrammarParser] | None, functions: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The structures for calls of these functions; arguments of strict ones follow their schema.
+
+    Raises Unsupported, naming the first strict one, for formats and schemas that no call can be
+    held to.
     """
+    with _named(functions):
+        return [_structure(parser, one) for one in functions]
+
+
+def schemas_of(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the arguments of a call are held to, by name. Raises Unsupported as `structures_of`."""
+    with _named(functions):
+        return {one["name"]: arguments_of(one) for one in functions}
+
+
+@contextmanager
+def _named(functions: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    try:
+        yield
+    except Unsupported as refused:
+        param = strict_param(functions)
+        raise Unsupported(f"{param}: {refused.message}", param=param) from refused
+
+
+def _structure(parser: type[GrammarParser] | None, function: Mapping[str, Any]) -> dict[str, Any]:
     for kind, make in _MAKERS.items():
         if parser is not None and issubclass(parser, kind):
             return make(function)
@@ -62,15 +97,28 @@ def structure_of(parser: type[GrammarParser] | None, function: Mapping[str, Any]
 
 
 def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments are an object, also where a schema leaves that open."""
+    """Arguments are an object, also where a schema leaves that open. Raises Unsupported for an
+    input that JSON cannot hold to its grammar."""
+    written = function.get("input_format")
+    if written is not None and written.syntax == "lark":
+        raise Unsupported(
+            f"{function['name']!r} takes text by a Lark grammar, which calls written as JSON are "
+            "not held to; name the tool in tool_choice, or give the grammar as a regex",
+            param="tools",
+        )
     return {"x-guidance": SPACE, "type": "object", **(function.get("parameters") or {})}
+
+
+def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema that the arguments of a call are held to: any object, unless it is strict."""
+    is_strict = function.get("strict")
+    return schema_of(function if is_strict else {})
 
 
 def _hermes(function: Mapping[str, Any]) -> dict[str, Any]:
     name = json.dumps(function["name"])
-    schema = schema_of(function) if function.get("strict") else {"type": "object"}
     begin = f'{TRIGGER}\n{{"name": {name}, "arguments": '
-    return {"begin": begin, "schema": schema, "end": "}\n</tool_call>"}
+    return {"begin": begin, "schema": arguments_of(function), "end": "}\n</tool_call>"}
 
 
 def _tagged(tags: _Tags) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -89,14 +137,17 @@ _ANYTHING = 'start: rest\nrest[lazy]: TEXT "</tool_call>"'
 
 def _arguments(function: Mapping[str, Any], tags: _Tags) -> str:
     """Rules for all parameters of a strict function, up to the end of its call."""
-    schema = function.get("parameters") or {}
+    schema, written = function.get("parameters") or {}, function.get("input_format")
     properties = schema.get("properties", {})
     if not isinstance(properties, Mapping) or schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
         raise Unsupported(f"strict: the parameters of {function['name']!r} must be a plain object")
     required, shared = schema.get("required", ()), _shared(schema)
     rules, parts = [], []
     for number, (key, given) in enumerate(properties.items()):
-        value = _value(function["name"], key, given, shared, tags)
+        if written is None:
+            value = _value(function["name"], key, given, shared, tags)
+        else:
+            value = up_to(written, tags.value_end)
         lead = _literal(tags.key.format(key=key), is_loose=tags.is_loose)
         lazy = "[lazy]" if value.startswith("TEXT") else ""
         rules.append(f"p{number}: {lead} v{number}\nv{number}{lazy}: {value}")

@@ -23,20 +23,19 @@ _AT_ONCE = 50
 
 
 class AbsentReaders:
-    """Half of `count` clients speak HTTP, each on a connection of its own, half gRPC, 50 on one
-    connection; each asks for `max_tokens` tokens with log-probabilities, which are long."""
+    """Half of the clients speak HTTP, each on a connection of its own, half gRPC, 50 on one
+    connection; each asks for `tokens` tokens with log-probabilities, which are long."""
 
-    def __init__(self, host: str, http_port: int, grpc_port: int, count: int, tokens: int) -> None:
+    def __init__(self, host: str, http_port: int, grpc_port: int, tokens: int) -> None:
         self._http, self._grpc = (host, http_port), f"{host}:{grpc_port}"
-        self._count = count
         self._tokens = tokens
         self._sockets: list[socket.socket] = []
         self._channels: list[grpc.aio.Channel] = []
         self._calls: list[Any] = []
 
-    async def open(self) -> None:
-        """Sends all requests."""
-        half = self._count // 2
+    async def open(self, count: int) -> None:
+        """Sends the requests of `count` more."""
+        half = count // 2
         for begun in range(0, half, _AT_ONCE):
             size = min(_AT_ONCE, half - begun)
             await asyncio.gather(*(self._open_http() for _ in range(size)))
@@ -98,12 +97,12 @@ class AbsentReaders:
         self._calls += [stub.GenerateStream(request) for _ in range(count)]
 
 
-async def main(host: str, http_port: int, grpc_port: int, count: int, tokens: int) -> None:
-    absent = AbsentReaders(host, http_port, grpc_port, count, tokens)
+async def main(host: str, http_port: int, grpc_port: int, tokens: int) -> None:
+    absent = AbsentReaders(host, http_port, grpc_port, tokens)
     while line := await asyncio.to_thread(sys.stdin.readline):
         word, *rest = line.split()
         if word == "open":
-            await absent.open()
+            await absent.open(int(rest[0]))
         elif word == "read":
             await absent.read_a_little(int(rest[0]))
         else:

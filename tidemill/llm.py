@@ -116,6 +116,11 @@ class LLM(BeamCalls):
         """Renders one conversation, or a list of them, with the chat template and completes it.
 
         Keywords: `add_generation_prompt`, `continue_final_message`, `template_kwargs`.
+
+        The template runs in this process, in jinja's sandbox, which keeps it from files and not
+        from computing for long: it is a program of whoever made the model. A served model's runs
+        in processes that the kernel bounds. These are started by multiprocessing, which imports
+        the caller's main module again, and would run a script that does not expect it twice.
         """
         tokenizer = self._reader.need_tokenizer()
         single = bool(messages) and isinstance(messages[0], Mapping)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from tidemill.nesting import check_nesting
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.sampling_params import StructuredOutputsParams
 
@@ -23,21 +24,25 @@ _KINDS = {
 
 
 class Reasoning(NamedTuple):
-    """Free text that begins with `start`, or has begun already where that is empty, up to `end`."""
+    """Free text that begins with `start`, or has begun already where that is empty, up to `end`; or
+    `lark` of a whole output, in which @answer stands for what follows the constraint."""
 
-    start: str
-    end: str
+    start: str = ""
+    end: str = ""
+    lark: str = ""
 
 
 class Constraint(NamedTuple):
     """A grammar for the whole answer: `kind` is a field of the contract's Constraint, `text` what
     stands in it (of choices their JSON list), `param` what the caller calls it. `reasoning` may
-    stand in front of the answer."""
+    stand in front of the answer. `may_call`: calls in the model's own format may stand in the
+    answer's place."""
 
     kind: str
     text: str
     param: str
     reasoning: Reasoning | None = None
+    may_call: bool = False
 
     @classmethod
     def read(cls, kind: str, value: Any, param: str) -> Constraint:
@@ -53,6 +58,8 @@ class Constraint(NamedTuple):
         if not is_right:
             raise InvalidRequest(f"{param} must be {wording}", param=param)
         if isinstance(value, str):
+            if kind in ("json_schema", "structural_tag"):
+                check_nesting(value, param)
             return cls(kind, value, param)
         try:
             return cls(kind, json.dumps(value, allow_nan=False), param)

@@ -118,6 +118,9 @@ class LlGrammars:
         if spec.reasoning is not None:
             grammar = _behind(spec.reasoning, grammar, self._tokenizer)
         made = LLMatcher(self._tokenizer, grammar, log_level=_SILENT)
+        if made.is_error() and spec.reasoning is not None and spec.reasoning.lark:
+            self._matcher(spec._replace(reasoning=None))  # which raises if the fault is its own
+            raise _wrong(spec, made.get_error(), param="reasoning.lark")
         if made.is_error():
             raise _wrong(spec, made.get_error())
         with self._keeping:
@@ -193,22 +196,27 @@ def _of_tags(text: str, tokenizer: LLTokenizer) -> str:
 
 
 def _behind(reasoning: ReasoningSpec, grammar: str, tokenizer: LLTokenizer) -> str:
-    """The grammar with the reasoning, and white space, in front of it."""
+    """The grammar with the reasoning in front of it."""
+    lark = reasoning.lark or _up_to_tag(reasoning, tokenizer)
+    is_json = grammar.startswith("{")
+    answer = json.loads(grammar)["grammars"] if is_json else [{"lark_grammar": grammar}]
+    answer[0]["name"] = "answer"
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *answer]})
+
+
+def _up_to_tag(reasoning: ReasoningSpec, tokenizer: LLTokenizer) -> str:
+    """Lark: free text up to a tag, and white space."""
     is_open = not reasoning.start
     head = "" if is_open else _marker(reasoning.start, tokenizer)
     is_special = _is_special(reasoning.end, tokenizer)
     # Ordinary text ends where the marker comes first, which is what a lazy rule finds.
-    lark = f"""%llguidance {{}}
+    return f"""%llguidance {{}}
 start: {"think SPACE" if is_open else "(think SPACE)?"} @answer
 think: {head} rest
 rest{"" if is_special else "[lazy]"}: TEXT {_marker(reasoning.end, tokenizer)}
 TEXT: /(.|\\n)*/
 SPACE: /[ \\t\\r\\n]{{0,8}}/
 """
-    is_json = grammar.startswith("{")
-    answer = json.loads(grammar)["grammars"] if is_json else [{"lark_grammar": grammar}]
-    answer[0]["name"] = "answer"
-    return json.dumps({"grammars": [{"lark_grammar": lark}, *answer]})
 
 
 def _marker(text: str, tokenizer: LLTokenizer) -> str:
@@ -223,12 +231,12 @@ def _is_special(text: str, tokenizer: LLTokenizer) -> bool:
     return len(ids) == 1 and tokenizer.is_special_token(ids[0])
 
 
-def _wrong(spec: ConstraintSpec, why: str) -> InvalidRequest:
-    what = spec.kind.replace("_", " ")
+def _wrong(spec: ConstraintSpec, why: str, *, param: str = "") -> InvalidRequest:
+    what = param or spec.kind.replace("_", " ")
     return InvalidRequest(
         f"The {what} does not compile: {_first_line(why)}. Correct it, or leave it out.",
         reason="GRAMMAR_INVALID",
-        param=f"constraint.{spec.kind}",
+        param=param or f"constraint.{spec.kind}",
     )
 
 

@@ -40,10 +40,12 @@ class SamplingParams:
 
 
 class ReasoningSpec(NamedTuple):
-    """Free text that begins with `start`, or has begun already where that is empty, up to `end`."""
+    """Free text that begins with `start`, or has begun already where that is empty, up to `end`; or
+    `lark` of a whole output, in which @answer stands for what follows the constraint."""
 
-    start: str
-    end: str
+    start: str = ""
+    end: str = ""
+    lark: str = ""
 
 
 class ConstraintSpec(NamedTuple):

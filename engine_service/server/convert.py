@@ -152,23 +152,25 @@ def _sampling(spec: pb.GenerateSpec) -> SamplingParams:
 def _constraint(spec: pb.GenerateSpec) -> ConstraintSpec | None:
     reasoning = None
     if spec.HasField("reasoning"):
-        reasoning = ReasoningSpec(spec.reasoning.start, spec.reasoning.end)
-        if not (reasoning.end and spec.HasField("constraint")):
+        given = spec.reasoning
+        reasoning = ReasoningSpec(given.start, given.end, given.lark)
+        is_whole = "@answer" in given.lark if given.lark else bool(given.end)
+        if not is_whole or (given.lark and given.start) or not spec.HasField("constraint"):
             raise InvalidRequest(
-                "reasoning needs an end, and a constraint that holds behind it; set both, or leave "
-                "it out",
+                "reasoning needs an end, or lark that names @answer and no start, and a constraint "
+                "that holds behind it; set both, or leave it out",
                 param="reasoning",
             )
     if not spec.HasField("constraint"):
         return None
-    given = spec.constraint
-    kind = given.WhichOneof("grammar")
-    if kind is None or (kind == "json_object" and not given.json_object):
+    asked = spec.constraint
+    kind = asked.WhichOneof("grammar")
+    if kind is None or (kind == "json_object" and not asked.json_object):
         raise InvalidRequest(
             "constraint names no grammar; set one of its fields, or leave it out",
             param="constraint",
         )
-    text = json.dumps(list(given.choice.values)) if kind == "choice" else getattr(given, kind)
+    text = json.dumps(list(asked.choice.values)) if kind == "choice" else getattr(asked, kind)
     return ConstraintSpec(kind, "" if kind == "json_object" else text, reasoning)
 
 

@@ -13,6 +13,7 @@ from frontend.api.http import JsonResponse, read_body
 from frontend.api.openai_request import parse, to_messages
 from frontend.api.openai_schema import DetokenizeBody, TokenizeBody
 from frontend.api.openai_tools import with_tools
+from frontend.api.query import ModelsQuery, documented_query, read_query
 from frontend.desk import FrontDesk
 from frontend.reading import check_place
 from frontend.served import ServedModel
@@ -24,12 +25,17 @@ def admin_routes(desk: FrontDesk) -> APIRouter:
     """The router; 503 where the engine is needed and away."""
     router = APIRouter()
 
-    @router.get("/v1/models")
-    async def list_models() -> Response:
+    @router.get("/v1/models", openapi_extra=documented_query(ModelsQuery))
+    async def list_models(request: Request) -> Response:
         """The served model."""
-        card = _card(desk.check_ready())
-        ends = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
-        return JsonResponse({"object": "list", "data": [card], **ends})
+        asked, card = read_query(request, ModelsQuery), _card(desk.check_ready())
+        for name in ("after_id", "before_id"):
+            if getattr(asked, name) not in (None, card["id"]):
+                raise InvalidRequest(f"{name}: no model has that id", param=name)
+        cards = [card] if asked.after_id is None and asked.before_id is None else []
+        end = card["id"] if cards else None
+        ends = {"first_id": end, "last_id": end, "has_more": False}
+        return JsonResponse({"object": "list", "data": cards, **ends})
 
     @router.get("/v1/models/{name:path}")
     async def get_model(name: str) -> Response:

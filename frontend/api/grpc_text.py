@@ -188,6 +188,7 @@ def _totals(generation: Generation, context: Any) -> dict[str, Any]:
             ("x-usage-prompt-tokens", str(usage.prompt_tokens)),
             ("x-usage-completion-tokens", str(usage.output_tokens)),
             ("x-usage-cached-tokens", str(usage.cached_tokens)),
+            ("x-usage-reasoning-tokens", str(usage.reasoning_tokens)),
             ("x-usage-forward-passes", str(usage.forward_passes)),
             ("x-usage-denoise-steps", str(usage.denoise_steps)),
             ("x-timing-queue-ns", str(timings.queue_ns)),

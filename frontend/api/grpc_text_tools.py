@@ -13,6 +13,7 @@ from frontend.api.openai_schema import ToolBody
 from frontend.parsers.base import ToolCall
 from frontend.reading import CallDelta
 from frontend.request import Chat
+from tidemill.nesting import check_nesting
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.v1 import text_pb2
 
@@ -48,6 +49,7 @@ def _to_tool(tool: text_pb2.Tool, place: str) -> ToolBody:
         function["strict"] = tool.strict
     try:
         if tool.parameters_json_schema:
+            check_nesting(tool.parameters_json_schema, f"{place}.parameters_json_schema")
             function["parameters"] = orjson.loads(tool.parameters_json_schema)
         return ToolBody.model_validate({"type": "function", "function": function})
     except orjson.JSONDecodeError as failure:

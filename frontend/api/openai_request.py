@@ -21,11 +21,10 @@ from frontend.api.openai_tools import with_tools
 from frontend.api.structured import to_constraint
 from frontend.request import Beam, Chat, Decoding, Options, Prompt, Sampling, TextRequest
 from frontend.validation import check_streamed
+from tidemill.nesting import MAX_DEPTH, check_nesting, is_too_deep
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 Parsed = TypeVar("Parsed", bound=Body)
-MAX_DEPTH = 128
-"""Objects and lists inside of each other; what writes JSON again ends at a few hundred."""
 
 
 def parse(body: bytes, kind: type[Parsed]) -> Parsed:
@@ -42,7 +41,7 @@ def parse(body: bytes, kind: type[Parsed]) -> Parsed:
             f"the request body must be a JSON object, not {type(loaded).__name__}",
             reason="INVALID_JSON",
         )
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_deeper(loaded, MAX_DEPTH):
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and is_too_deep(loaded):
         raise InvalidRequest(
             f"the request body has more than {MAX_DEPTH} objects and lists inside of each other",
             reason="INVALID_JSON",
@@ -50,12 +49,17 @@ def parse(body: bytes, kind: type[Parsed]) -> Parsed:
     try:
         parsed = kind.model_validate(loaded)
     except ValidationError as failure:
-        first = failure.errors(include_url=False, include_context=False)[0]
-        param = _path(first["loc"])
-        given = "" if first["type"] == "missing" else f" (got {_short(first['input'])})"
-        raise InvalidRequest(f"{param}: {first['msg']}{given}", param=param) from failure
+        raise invalid(failure) from failure
     refuse_unserved(parsed)
     return parsed
+
+
+def invalid(failure: ValidationError) -> InvalidRequest:
+    """The first fault, which names its field."""
+    first = failure.errors(include_url=False, include_context=False)[0]
+    param = _path(first["loc"])
+    given = "" if first["type"] == "missing" else f" (got {_short(first['input'])})"
+    return InvalidRequest(f"{param}: {first['msg']}{given}", param=param)
 
 
 def to_completion(body: CompletionBody) -> TextRequest:
@@ -254,21 +258,11 @@ def with_arguments(call: Any, param: str) -> dict[str, Any]:
     try:
         function = dict(call["function"])
         if isinstance(function.get("arguments"), str):
+            check_nesting(function["arguments"], param)
             function["arguments"] = orjson.loads(function["arguments"] or "{}")
         return {**call, "function": function}
     except (KeyError, TypeError, ValueError) as failure:
         raise InvalidRequest(f"{param}: not a tool call: {failure}", param=param) from failure
-
-
-def _is_deeper(value: dict[str, Any], depth: int) -> bool:
-    """Whether there are more than `depth` levels of objects and lists."""
-    level: list[dict[str, Any] | list[Any]] = [value]
-    for _ in range(depth):
-        inner = [one.values() if isinstance(one, dict) else one for one in level]
-        level = [one for some in inner for one in some if isinstance(one, dict | list)]
-        if not level:
-            return False
-    return True
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

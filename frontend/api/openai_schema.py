@@ -109,7 +109,7 @@ class GenerationBody(Body):
     response_format: dict[str, Any] | None = None
     """text, json_object, json_schema, or structural_tag with structures and triggers. The answer
     follows the schema from its first token on, behind the reasoning if the model reasons, and ends
-    where it is complete."""
+    where it is complete. Beside tools that may be called, calls may stand in place of the JSON."""
     structured_outputs: StructuredOutputsBody | None = None
     """vLLM's form: exactly one of json, regex, choice, grammar, json_object, structural_tag."""
     guided_json: dict[str, Any] | str | None = None

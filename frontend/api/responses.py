@@ -8,10 +8,10 @@ from starlette.responses import Response
 from frontend.api.document import documented
 from frontend.api.http import JsonResponse, read_body
 from frontend.api.openai_request import parse
+from frontend.api.query import InputItemsQuery, ResponseQuery, documented_query, read_query
 from frontend.api.responses_input import page
-from frontend.api.responses_making import Responses, no_end
+from frontend.api.responses_making import Responses
 from frontend.api.responses_schema import ResponsesBody
-from frontend.api.sse import EventStream
 from frontend.desk import FrontDesk
 from frontend.request import Chat
 
@@ -35,18 +35,19 @@ def responses_routes(desk: FrontDesk) -> APIRouter:
         token_ids = await desk.tokenize(desk.model_for(body.model or ""), chat, None)
         return JsonResponse({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
-    @router.get("/v1/responses/{name}")
+    @router.get("/v1/responses/{name}", openapi_extra=documented_query(ResponseQuery))
     async def get_response(name: str, request: Request) -> Response:
         """A response that this frontend keeps, or with `stream` its events."""
-        query = request.query_params
-        if query.get("stream", "false") == "false":
-            return JsonResponse(kept.shelf.get(name).draft.to_json())
-        return EventStream(kept.events(name, query.get("starting_after")), no_end)
+        return kept.told(name, read_query(request, ResponseQuery))
 
-    @router.get("/v1/responses/{name}/input_items")
+    of_items = documented_query(InputItemsQuery)
+
+    @router.get("/v1/responses/{name}/input_items", openapi_extra=of_items)
     async def list_input_items(name: str, request: Request) -> Response:
         """The conversation that a response answers, page by page."""
-        return JsonResponse(page(kept.shelf.get(name).items, request.query_params))
+        asked, items = read_query(request, InputItemsQuery), kept.shelf.get(name).items
+        shown = page(items, limit=asked.limit, order=asked.order, after=asked.after)
+        return JsonResponse(shown)
 
     @router.post("/v1/responses/{name}/cancel")
     async def cancel_response(name: str) -> Response:

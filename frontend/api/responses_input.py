@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from frontend.api.responses_schema import InputItem
@@ -10,8 +10,6 @@ from tidemill.runtime.errors import InvalidRequest
 
 Items = tuple[dict[str, Any], ...]
 """Items of a conversation, oldest first, each with an id and a type."""
-MAX_PAGE = 100
-_PAGE = 20
 
 
 def input_items(given: str | Sequence[InputItem], suffix: str) -> Items:
@@ -21,23 +19,16 @@ def input_items(given: str | Sequence[InputItem], suffix: str) -> Items:
     return tuple(_item(one, f"{suffix}_in{number}") for number, one in enumerate(given))
 
 
-def page(items: Items, query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of items by `limit`, `order` (desc, if it is not given) and `after`, the id behind
-    which it begins. Raises InvalidRequest naming the one that is wrong."""
-    limit, order, after = query.get("limit", str(_PAGE)), query.get("order", "desc"), None
-    if not limit.isdecimal() or not 1 <= int(limit[:4]) <= MAX_PAGE:
-        raise InvalidRequest(
-            f"limit is {limit[:40]!r}; it must lie in 1..{MAX_PAGE}", param="limit"
-        )
-    if order not in ("asc", "desc"):
-        raise InvalidRequest(f"order is {order[:40]!r}; it must be asc or desc", param="order")
+def page(items: Items, *, limit: int, order: str, after: str | None) -> dict[str, Any]:
+    """At most `limit` items in an `order` (asc, desc), those behind the id `after`. Raises
+    InvalidRequest for an id that no item has."""
     ordered = items if order == "asc" else items[::-1]
-    if (after := query.get("after")) is not None:
+    if after is not None:
         places = [place for place, item in enumerate(ordered) if item["id"] == after]
         if not places:
             raise InvalidRequest(f"after is {after[:80]!r}; no item has that id", param="after")
         ordered = ordered[places[0] + 1 :]
-    shown = ordered[: int(limit)]
+    shown = ordered[:limit]
     return {
         "object": "list",
         "data": shown,

@@ -5,27 +5,38 @@ It does not know requests or connections.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import orjson
 
 from frontend.api.openai_response import chat_logprobs
 from frontend.choice import TextDelta
+from frontend.parsers.base import Content, Event
+from frontend.parsers.free_input import INPUT, FreeInputParser
 from frontend.reading import CallDelta
 
 Emit = Callable[..., bytes]
 """`emit(type, **fields)` is one event; a response that nobody watches emits nothing."""
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+}
+_GIVEN = {"function_call": "arguments", "custom_tool_call": "input"}
+"""What a call's tool is given, by the type of the item."""
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class Items:
     """Items in the order in which they came; only the last one may be open."""
 
-    def __init__(self, suffix: str) -> None:
-        """`suffix` is what the ids of the items end with."""
+    def __init__(self, suffix: str, custom: Container[str | None] = ()) -> None:
+        """`suffix` is what the ids of the items end with, `custom` names tools of free form."""
         self._suffix = suffix
+        self._custom = custom
+        self._input: FreeInputParser | None = None  # of the call that is open, if it is of these
         self._items: list[dict[str, Any]] = []
         self._is_open = False
         self._parts: list[str] = []  # of the item that is open
@@ -66,13 +77,13 @@ class Items:
         """The output as a message for chat templates, without the reasoning."""
         texts = [one["content"][0]["text"] for one in self._items if one["type"] == "message"]
         turn: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
-        calls = [one for one in self._items if one["type"] == "function_call"]
+        calls = [one for one in self._items if one["type"] in _GIVEN]
         if calls:
             turn["tool_calls"] = [
                 {
                     "id": call["call_id"],
                     "type": "function",
-                    "function": {"name": call["name"], "arguments": _loaded(call["arguments"])},
+                    "function": {"name": call["name"], "arguments": _arguments(call)},
                 }
                 for call in calls
             ]
@@ -91,13 +102,22 @@ class Items:
     def _call(self, call: CallDelta, emit: Emit) -> bytes:
         events = b""
         if call.name:
-            begun = {"type": "function_call", "call_id": call.id, "name": call.name}
-            events += self._open({**begun, "arguments": ""}, emit)
-        if call.arguments:
-            self._parts.append(call.arguments)
-            kind = "response.function_call_arguments.delta"
-            events += self._told(emit, kind, delta=call.arguments)
-        return events
+            is_custom = call.name in self._custom
+            kind = "custom_tool_call" if is_custom else "function_call"
+            begun = {"type": kind, "call_id": call.id, "name": call.name, _GIVEN[kind]: ""}
+            events += self._open(begun, emit)
+            self._input = FreeInputParser() if is_custom else None
+        if self._input is None:
+            return events + self._give(call.arguments, emit)
+        return events + self._give(_text(self._input.feed(call.arguments)), emit)
+
+    def _give(self, text: str, emit: Emit) -> bytes:
+        """More of what the open call's tool is given."""
+        if not text:
+            return b""
+        self._parts.append(text)
+        kind = self._items[-1]["type"]
+        return self._told(emit, f"response.{kind}_{_GIVEN[kind]}.delta", delta=text)
 
     def _open(self, item: dict[str, Any], emit: Emit) -> bytes:
         """Begins an item, unless one of its type is open that can go on."""
@@ -118,13 +138,12 @@ class Items:
         """Ends the item that is open, if one is."""
         if not self._is_open:
             return b""
-        item, part, text = self._items[-1], self._part(), "".join(self._parts)
+        item = self._items[-1]
         item["status"] = status
-        if item["type"] == "function_call":
-            item["arguments"] = text
-            kind = "response.function_call_arguments.done"
-            events = self._told(emit, kind, name=item["name"], arguments=text)
+        if item["type"] in _GIVEN:
+            events = self._end_call(item, emit)
         else:
+            part, text = self._part(), "".join(self._parts)
             item["content"] = [part]
             scores = {"logprobs": self._logprobs} if item["type"] == "message" else {}
             events = self._told(emit, f"response.{part['type']}.done", text=text, **scores)
@@ -132,6 +151,16 @@ class Items:
         self._is_open, self._parts, self._logprobs = False, [], []
         place = {"output_index": len(self._items) - 1, "item": item}
         return events + emit("response.output_item.done", **place)
+
+    def _end_call(self, item: dict[str, Any], emit: Emit) -> bytes:
+        events = b""
+        if self._input is not None:
+            events, self._input = self._give(_text(self._input.finish()), emit), None
+        field, text = _GIVEN[item["type"]], "".join(self._parts)
+        item[field] = text
+        named = {"name": item["name"]} if field == "arguments" else {}
+        kind = f"response.{item['type']}_{field}.done"
+        return events + self._told(emit, kind, **named, **{field: text})
 
     def _part(self) -> dict[str, Any]:
         """The content of the open item, as far as it has come."""
@@ -150,9 +179,15 @@ class Items:
         return emit(kind, **place, **content)
 
 
-def _loaded(arguments: str) -> Any:
+def _text(events: Iterable[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Content))
+
+
+def _arguments(call: dict[str, Any]) -> Any:
     """Templates expect an object; a call that was cut off stays the text that it is."""
+    if call["type"] == "custom_tool_call":
+        return {INPUT: call["input"]}
     try:
-        return orjson.loads(arguments or "{}")
+        return orjson.loads(call["arguments"] or "{}")
     except orjson.JSONDecodeError:
-        return arguments
+        return call["arguments"]

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontend.api.http import JsonResponse, to_service_error, unless_gone
+from frontend.api.query import ResponseQuery
 from frontend.api.responses_input import Items, input_items
 from frontend.api.responses_log import EventLog
 from frontend.api.responses_object import Draft
@@ -37,7 +38,6 @@ MAX_BYTES = 64 << 20
 _CONTINUED = ("completed", "incomplete")
 _RECOUNT_BYTES = 1 << 16
 """How much a log may grow before the shelf hears of it."""
-_MAX_EVENT_DIGITS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,15 @@ class Responses:
             await unless_gone(request.receive, self._write(work, generation))
         return JsonResponse(work.draft.to_json())
 
-    def events(self, name: str, starting_after: str | None) -> AsyncGenerator[bytes, None]:
+    def told(self, name: str, asked: ResponseQuery) -> Response:
+        """The answer to GET /v1/responses/ID: the response, or its events."""
+        if asked.stream:
+            return EventStream(self._events(name, asked.starting_after), no_end)
+        if asked.starting_after is not None:
+            raise InvalidRequest("starting_after needs stream=true", param="starting_after")
+        return JsonResponse(self.shelf.get(name).draft.to_json())
+
+    def _events(self, name: str, starting_after: int | None) -> AsyncGenerator[bytes, None]:
         """The events of a kept response behind number `starting_after`, all that are still to come
         included. Raises NotFound, and InvalidRequest for one whose events are not kept."""
         log = self.shelf.get(name).log
@@ -122,15 +130,7 @@ class Responses:
                 "made with background and stream",
                 param="stream",
             )
-        if starting_after is None:
-            return log.read(0)
-        if not (starting_after.isdecimal() and len(starting_after) <= _MAX_EVENT_DIGITS):
-            raise InvalidRequest(
-                f"starting_after is {starting_after[:40]!r}; it must be the sequence_number of an "
-                "event",
-                param="starting_after",
-            )
-        return log.read(int(starting_after) + 1)
+        return log.read(0 if starting_after is None else starting_after + 1)
 
     async def cancel(self, name: str) -> dict[str, Any]:
         """The response, ended. Raises InvalidRequest for one that has a client waiting."""

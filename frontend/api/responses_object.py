@@ -10,7 +10,7 @@ from typing import Any
 
 from frontend.api.finished import check_finished
 from frontend.api.responses_items import Emit, Items
-from frontend.api.responses_schema import ResponsesBody
+from frontend.api.responses_schema import ResponsesBody, ResponsesTool
 from frontend.choice import TextDelta
 from frontend.messages import Usage
 from tidemill.runtime.errors import ServiceError
@@ -31,7 +31,8 @@ class Draft:
         """`name` is the response's id, `created` in seconds since the epoch."""
         self.name = name
         self.suffix = name.partition("_")[2]
-        self.items = Items(self.suffix)
+        custom = {tool.name for tool in body.tools or () if tool.type == "custom"}
+        self.items = Items(self.suffix, custom)
         self.status = "queued" if body.background else "in_progress"
         self._head = {"id": name, "object": "response", "created_at": created, "model": model_name}
         self._asked = _echo(body)
@@ -109,12 +110,18 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
         "temperature": body.temperature,
         "text": {"format": _format_of(body), "verbosity": "medium"},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "tools": [_tool(one) for one in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": "disabled",
         "user": body.user,
     }
+
+
+def _tool(given: ResponsesTool) -> dict[str, Any]:
+    """With what tools of its type have."""
+    others = {"parameters", "strict"} if given.type == "custom" else {"format"}
+    return given.model_dump(exclude=others)
 
 
 def _format_of(body: ResponsesBody) -> dict[str, Any]:

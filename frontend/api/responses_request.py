@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from frontend.api.openai_request import to_decoding, to_seed
-from frontend.api.openai_schema import FunctionBody, ToolBody
-from frontend.api.openai_tools import ToolChoice, with_tools
 from frontend.api.responses_schema import LOGPROBS, ResponsesBody
+from frontend.api.responses_tools import with_tools_of
 from frontend.api.responses_turns import Turns
 from frontend.api.structured import of_response_format
 from frontend.messages import EngineFacts
@@ -59,37 +58,9 @@ def to_request(body: ResponsesBody, turns: Turns) -> TextRequest:
     effort = body.reasoning.effort if body.reasoning else None
     kwargs = {} if effort is None else {"reasoning_effort": effort}
     chat = Chat(messages=[*system, *turns], template_kwargs=kwargs)
-    chat = with_tools(chat, _tools(body), _choice(body), parallel=body.parallel_tool_calls)
-    return TextRequest(prompts=(chat,), options=options, prompt_param="input")
+    return TextRequest(prompts=(with_tools_of(body, chat),), options=options, prompt_param="input")
 
 
 def _constraint(body: ResponsesBody) -> Constraint | None:
     given = body.text.format if body.text else None
     return None if given is None else of_response_format(given, "text.format")
-
-
-def _tools(body: ResponsesBody) -> list[ToolBody]:
-    """The tools as chats have them."""
-    found = []
-    for number, tool in enumerate(body.tools or ()):
-        place = f"tools[{number}]"
-        if tool.type != "function":
-            raise Unsupported(f"{place}: tools of type {tool.type!r} are not served", param=place)
-        if tool.name is None:
-            raise InvalidRequest(f"{place}.name is missing", param=f"{place}.name")
-        function = FunctionBody(
-            name=tool.name,
-            description=tool.description,
-            parameters=tool.parameters,
-            strict=tool.strict,
-        )
-        found.append(ToolBody(type="function", function=function))
-    return found
-
-
-def _choice(body: ResponsesBody) -> ToolChoice:
-    """`tool_choice` as chats have it."""
-    choice = body.tool_choice
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice

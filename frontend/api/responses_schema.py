@@ -11,6 +11,19 @@ from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt
 from frontend.api.openai_schema import TOOL_NAME, Body, DecodingBody, Int32
 
 LOGPROBS = "message.output_text.logprobs"
+Includes = list[
+    Literal[
+        "message.output_text.logprobs",
+        "reasoning.encrypted_content",
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "message.input_image.image_url",
+        "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    ]
+]
+"""What OpenAI can be asked to tell beside an answer."""
 
 
 class InputItem(Body):
@@ -24,17 +37,22 @@ class InputItem(Body):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[dict[str, Any]] | None = None
 
 
-class FunctionTool(Body):
-    """One tool; only functions are served."""
+class ResponsesTool(Body):
+    """One tool: a function, or of free form (custom)."""
 
     type: str
     name: str | None = Field(default=None, pattern=TOOL_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: StrictBool | None = None
+    format: dict[str, Any] | None = None
+    """Of custom: text, or a grammar (lark or regex) of what the tool is given. A Lark grammar goes
+    with a tool_choice that names the tool, or where the model writes texts as they stand
+    (qwen3_coder, glm45)."""
 
 
 class ReasoningBody(Body):
@@ -101,21 +119,7 @@ class ResponsesBody(Body):
     max_output_tokens: Annotated[Int32, Field(ge=1)] | None = None
     temperature: StrictFloat | None = None
     top_p: StrictFloat | None = None
-    include: (
-        list[
-            Literal[
-                "message.output_text.logprobs",
-                "reasoning.encrypted_content",
-                "file_search_call.results",
-                "web_search_call.results",
-                "web_search_call.action.sources",
-                "message.input_image.image_url",
-                "computer_call_output.output.image_url",
-                "code_interpreter_call.outputs",
-            ]
-        ]
-        | None
-    ) = None
+    include: Includes | None = None
     """All but the first one ask for parts of items that are never made here, or for reasoning in a
     form that is not needed: it is told as it is."""
     top_logprobs: StrictInt | None = None
@@ -143,11 +147,12 @@ class ResponsesBody(Body):
     """Without effect: equal beginnings of prompts share their pages without being named."""
     reasoning: ReasoningBody | None = None
     text: TextBody | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[ResponsesTool] | None = None
     """Need a chat template with a place for tools."""
     tool_choice: str | dict[str, Any] | None = None
-    """auto; none, for which the model is told of no tools; required, or a function by name: the
-    answer is calls alone, which follow the tools' schemas."""
+    """auto; none, for which the model is told of no tools; required, or a tool by name: the answer
+    is calls alone, which follow the tools' schemas. allowed_tools: auto or required among some of
+    the tools, the only ones that the model is told of."""
     parallel_tool_calls: StrictBool | None = None
     """false: only the first call of an answer is told."""
     seed: StrictInt | None = None

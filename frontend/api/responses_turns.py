@@ -8,6 +8,7 @@ from typing import Any
 from frontend.api.openai_request import to_message, to_text, with_arguments
 from frontend.api.openai_schema import Message
 from frontend.api.responses_schema import InputItem
+from frontend.parsers.free_input import INPUT
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 Turns = tuple[dict[str, Any], ...]
@@ -42,9 +43,9 @@ class _Reader:
         kind = item.type or "message"
         if kind == "message":
             self._add(_message(item, place))
-        elif kind == "function_call":
+        elif kind in ("function_call", "custom_tool_call"):
             self._call(item, place)
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             self._add(self._result(item, place))
         elif kind == "reasoning":
             parts = item.content if isinstance(item.content, list) else []
@@ -62,9 +63,12 @@ class _Reader:
         if item.call_id is None or item.name is None:
             missing = "name" if item.name is None else "call_id"
             raise InvalidRequest(f"{place}.{missing} is missing", param=f"{place}.{missing}")
-        function = {"name": item.name, "arguments": item.arguments or ""}
+        function: dict[str, Any] = {"name": item.name, "arguments": item.arguments or ""}
         call = {"id": item.call_id, "type": "function", "function": function}
-        call = with_arguments(call, f"{place}.arguments")
+        if item.type == "custom_tool_call":
+            function["arguments"] = {INPUT: item.input or ""}
+        else:
+            call = with_arguments(call, f"{place}.arguments")
         self._names[item.call_id] = item.name
         if self._thoughts or not self._turns or self._turns[-1]["role"] != "assistant":
             self._add({"role": "assistant", "content": ""})

@@ -14,6 +14,7 @@ from typing import ClassVar, TypeAlias, TypeVar
 
 from frontend.parsers.base import Content, Event, Reasoning, Span, ToolSpec, new_call_id
 from frontend.parsers.writer import Writer
+from tidemill import structured
 
 Result = TypeVar("Result")
 Steps: TypeAlias = Generator[None, None, Result]
@@ -72,6 +73,12 @@ class GrammarParser(ABC):
         self._has_ended = False
         self._held: list[str] | None = None
         self._steps = self._read()
+
+    @classmethod
+    def in_front(cls, prompt: str, *, begins_inside: bool) -> structured.Reasoning | None:
+        """What an output behind `prompt` (its end will do) may say in front of an answer that
+        follows a grammar; None: nothing. `begins_inside` where the prompt does not show it."""
+        return None
 
     def feed(self, text: str) -> list[Event]:
         """See OutputParser."""

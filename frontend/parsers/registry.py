@@ -124,6 +124,12 @@ class OutputFormat:
     tools: type[GrammarParser] | None = None
     reasoning: ReasoningStyle | None = None
 
+    @property
+    def reads_channels(self) -> bool:
+        """Reasoning, calls and answers are messages of their own (harmony)."""
+        style = self.reasoning
+        return style is not None and style.parser is HarmonyParser is self.tools
+
     def needs_special_tokens(self, *, has_tools: bool) -> bool:
         """Whether markers that are looked for are special tokens."""
         readers = [self.tools] if self.tools and has_tools else []
@@ -146,14 +152,11 @@ class OutputFormat:
 
     def reasoning_behind(self, prompt: str) -> Reasoning | None:
         """What may stand between `prompt` (its end will do) and an answer that follows a grammar;
-        None where nothing may, or where tags do not tell."""
+        None where nothing may."""
         style = self.reasoning
-        if style is None or not issubclass(style.parser, ThinkTagsParser):
+        if style is None:
             return None
-        if style.parser.begins_inside(prompt) is False:
-            return None
-        start = "" if style.is_inside(prompt) else style.parser.start
-        return Reasoning(start, style.parser.end)
+        return style.parser.in_front(prompt, begins_inside=style.begins_inside)
 
 
 class InTurn:

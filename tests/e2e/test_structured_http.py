@@ -109,3 +109,31 @@ async def test_grpc_client(faces: Faces, stack: Stack) -> None:
         with pytest.raises(InvalidRequest, match="does not compile") as caught:
             await client.generate("a", wrong)
         assert caught.value.param == "constraint.regex"
+
+
+async def test_beside_tools_the_model_calls_or_answers(faces: Faces, stack: Stack) -> None:
+    """Which of them, its first token says, and the bias decides that."""
+    unit = {"type": "object", "properties": {"unit": {"enum": ["km"]}}, "required": ["unit"]}
+    function = {"name": "measure", "parameters": {**unit, "additionalProperties": False}}
+    tool: Any = {"type": "function", "function": {**function, "strict": True}}
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="x", max_retries=0) as sdk:
+        for bias, has_called in ((-100, True), (100, False)):
+            answer = await sdk.chat.completions.create(
+                model="demo",
+                messages=MESSAGES,
+                max_tokens=150,
+                temperature=0,
+                tools=[tool],
+                response_format=FORMAT,
+                parallel_tool_calls=False,
+                logit_bias={str(ord("{")): bias},
+            )
+            (choice,) = answer.choices
+            if has_called:
+                (call,) = choice.message.tool_calls or []
+                assert call.type == "function"
+                assert (call.function.name, choice.message.content) == ("measure", None)
+                assert json.loads(call.function.arguments) == {"unit": "km"}
+            else:
+                assert not choice.message.tool_calls
+                assert valid(choice.message.content)

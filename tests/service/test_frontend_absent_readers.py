@@ -20,8 +20,8 @@ async def test_clients_that_do_not_read_leave_nothing_behind(tmp_path: Path) -> 
         assert (await client.post("/v1/completions", json=body)).status_code == 200
         before = len(asyncio.all_tasks())
         ports = served.frontend.http_port, served.frontend.grpc_port
-        absent = AbsentReaders("127.0.0.1", *ports, CLIENTS, TOKENS)
-        await absent.open()
+        absent = AbsentReaders("127.0.0.1", *ports, TOKENS)
+        await absent.open(CLIENTS)
         await until(lambda: engine.live == desk.num_live == CLIENTS)
         await until(lambda: engine.sent >= 360 * CLIENTS)
         assert len(asyncio.all_tasks()) > before + CLIENTS

@@ -9,8 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from frontend.api.openai_request import MAX_DEPTH
+from frontend.api.responses_schema import LOGPROBS
 from tests.service.frontends import stack
+from tidemill.nesting import MAX_DEPTH
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -94,3 +95,58 @@ async def test_no_route_takes_a_body_that_is_nested_too_deeply(tmp_path: Path) -
         asked = {"input": "a", "max_output_tokens": 2, "tools": [tool], "tool_choice": "none"}
         answer = await client.post("/v1/responses", json={**asked, "stream": True})
         assert "event: response.incomplete" in answer.text
+
+
+QUERIES: dict[str, set[str]] = {
+    "/v1/models": {"limit", "after_id", "before_id"},
+    "/v1/responses/{name}": {"stream", "starting_after", "include", "include_obfuscation"},
+    "/v1/responses/{name}/input_items": {"limit", "order", "after", "include"},
+}
+
+
+async def test_queries_are_documented(document: Any) -> None:
+    for path, expected in QUERIES.items():
+        given = document["paths"][path]["get"]["parameters"]
+        found = {one["name"]: one for one in given if one["in"] == "query"}
+        assert set(found) == expected
+        assert not any(one["required"] for one in found.values())
+        if "{name}" in path:
+            assert any(one["in"] == "path" and one["required"] for one in given)
+    limit = next(one for one in document["paths"]["/v1/models"]["get"]["parameters"])["schema"]
+    assert (limit["minimum"], limit["maximum"]) == (1, 1000)
+
+
+async def test_queries_are_checked(tmp_path: Path) -> None:
+    async with stack(tmp_path) as served, served.http() as client:
+        made = (await client.post("/v1/responses", json={"input": "a"})).json()
+        name = made["id"]
+        page = f"/v1/responses/{name}/input_items"
+        for path, query in (
+            ("/v1/models", {"limit": "0"}),
+            ("/v1/models", {"limit": "x"}),
+            ("/v1/models", {"after_id": "another"}),
+            (f"/v1/responses/{name}", {"stream": "maybe"}),
+            (f"/v1/responses/{name}", {"starting_after": "1"}),
+            (f"/v1/responses/{name}", {"include_obfuscation": "true"}),
+            (f"/v1/responses/{name}", {"include[]": "everything"}),
+            (page, {"limit": "101"}),
+            (page, {"order": "up"}),
+            (page, {"after": "msg"}),
+        ):
+            answer = await client.get(path, params=query)
+            ((param, _),) = query.items()
+            assert answer.status_code == 400, (path, query)
+            error = answer.json()["error"]
+            assert error["param"].startswith(param.removesuffix("[]")), (path, query)
+        for path, fine in (
+            ("/v1/models", {"limit": "1", "unknown": "a"}),
+            (f"/v1/responses/{name}", {"stream": "false", "include[]": LOGPROBS}),
+            (page, {"limit": "1", "order": "asc", "include": LOGPROBS}),
+        ):
+            answer = await client.get(path, params=fine)
+            assert answer.status_code == 200, (path, fine)
+        assert answer.json()["data"][0]["content"][0]["text"] == "a"
+        cards = (await client.get("/v1/models")).json()
+        (card,) = cards["data"]
+        behind = (await client.get("/v1/models", params={"after_id": card["id"]})).json()
+        assert (cards["last_id"], behind["data"], behind["last_id"]) == (card["id"], [], None)

@@ -107,6 +107,7 @@ async def test_trailers_carry_usage_and_timings(served: Stack) -> None:
         trailers = dict(await call.trailing_metadata())
         assert trailers["x-usage-prompt-tokens"] == "2"
         assert trailers["x-usage-completion-tokens"] == "16"
+        assert trailers["x-usage-reasoning-tokens"] == "0"
         assert trailers["x-timing-prefill-ns"] == "3"
         stream = stub.GenerateStream(pb.GenerateStreamRequest(prompt={"text": "ab"}))
         async for _ in stream:
@@ -234,3 +235,23 @@ async def test_canvas_events(tmp_path: Path) -> None:
     assert (shown.block, shown.step, list(shown.fixed)) == (2, 3, [True, False])
     assert list(shown.confidence) == [0.75, 0.5]
     assert shown.text[1] == "\u2591"
+
+
+async def test_structs_are_nested_as_deeply_as_protobuf_reads(served: Stack) -> None:
+    """Which is less than a body may be."""
+    message = {"role": "user", "parts": [{"text": "hi"}]}
+    async with grpc.aio.insecure_channel(served.grpc_address) as channel:
+        stub = rpc.TextServiceStub(channel)
+        for depth, is_read in ((30, True), (40, False), (90, False)):
+            kwargs: dict[str, Any] = {}
+            for _ in range(depth - 1):
+                kwargs = {"a": kwargs}
+            request = pb.TokenizeRequest(
+                messages={"messages": [message]}, chat_template_kwargs=kwargs
+            )
+            if is_read:
+                assert (await stub.Tokenize(request)).token_ids
+                continue
+            with pytest.raises(grpc.aio.AioRpcError, match="at most 100 messages") as failed:
+                await stub.Tokenize(request)
+            assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT

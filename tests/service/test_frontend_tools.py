@@ -16,6 +16,7 @@ import pytest
 
 from tests.service.frontends import Stack, byte_tokenizer, stack, write_tokenizer
 from tidemill.commands import chat
+from tidemill.nesting import MAX_DEPTH
 from tidemill.runtime.errors import FailedPrecondition
 from tidemill.v1 import text_pb2 as pb
 from tidemill.v1 import text_pb2_grpc as rpc
@@ -233,10 +234,17 @@ async def test_grpc_says_the_same(tmp_path: Path) -> None:
     }
     engine = {"tokens_per_step": 3}
     async with serving(tmp_path, engine=engine) as served, texts(served) as stub:
-        (choice,) = (await stub.Chat(pb.ChatRequest(**fields))).choices
+        call = stub.Chat(pb.ChatRequest(**fields))
+        answer = await call
+        trailers, (choice,) = dict(await call.trailing_metadata()), answer.choices
         assert served.tokenizer.decode(_prompt_of(served)) == ANSWER + json.dumps([WEATHER])
-        pieces = [m async for m in stub.ChatStream(pb.ChatStreamRequest(**fields))]
-    message = choice.message
+        stream = stub.ChatStream(pb.ChatStreamRequest(**fields))
+        pieces = [m async for m in stream]
+        streamed_trailers = dict(await stream.trailing_metadata())
+    message, num_reasoning = choice.message, byte_length("\nWhere? <b>\n")
+    assert answer.usage.reasoning_tokens == pieces[-1].usage.reasoning_tokens == num_reasoning
+    for one in (trailers, streamed_trailers):
+        assert one["x-usage-reasoning-tokens"] == str(num_reasoning)
     assert choice.finish_reason == "tool_calls"
     assert [part.text for part in message.parts] == ["I look."]
     assert message.reasoning == "Where? <b>"
@@ -259,6 +267,10 @@ async def test_grpc_refuses_broken_tools_by_name(tmp_path: Path) -> None:
             ({"name": "f", "parameters_json_schema": "{"}, "parameters_json_schema"),
             ({"name": "f", "parameters_json_schema": "[]"}, "parameters"),
             ({"name": ""}, "name"),
+            (
+                {"name": "f", "parameters_json_schema": '{"a":' * 200 + "1" + "}" * 200},
+                f"tools[0].parameters_json_schema has more than {MAX_DEPTH}",
+            ),
         ):
             request = pb.ChatRequest(messages=[message], chat={"tools": [tool]})
             with pytest.raises(grpc.aio.AioRpcError) as failed:

@@ -41,6 +41,8 @@ ELSEWHERE = {
 """Used behind the conversion, and tested there."""
 
 SPECIAL: dict[str, Any] = {
+    "reasoning.lark": "start: @answer",
+    "spec.reasoning.lark": "start: @answer",
     "prompt_token_ids": pack([7]),
     "spec.prompt_token_ids": pack([7]),
     "options.skip_special_tokens": False,

@@ -107,7 +107,9 @@ def test_what_restricts_the_tokens() -> None:
         spec = pb.GenerateSpec(constraint=pb.Constraint(**fields))  # type: ignore[arg-type]
         assert to_submit(spec).constraint == (kind, text, None)
         spec.reasoning.start, spec.reasoning.end = "<think>", "</think>"
-        assert to_submit(spec).constraint == (kind, text, ("<think>", "</think>"))
+        assert to_submit(spec).constraint == (kind, text, ("<think>", "</think>", ""))
+        spec.reasoning.CopyFrom(pb.Reasoning(lark="start: @answer"))
+        assert to_submit(spec).constraint == (kind, text, ("", "", "start: @answer"))
     assert to_submit(pb.GenerateSpec()).constraint is None
     for empty in (pb.Constraint(), pb.Constraint(json_object=False)):
         with pytest.raises(InvalidRequest, match="names no grammar") as caught:
@@ -117,7 +119,13 @@ def test_what_restricts_the_tokens() -> None:
     endless = pb.GenerateSpec(
         constraint=pb.Constraint(regex="a"), reasoning=pb.Reasoning(start="<think>")
     )
-    for spec in (bare, endless):
+    without = pb.GenerateSpec(
+        constraint=pb.Constraint(regex="a"), reasoning=pb.Reasoning(lark='start: "a"')
+    )
+    started = pb.GenerateSpec(
+        constraint=pb.Constraint(regex="a"), reasoning=pb.Reasoning(start="a", lark="@answer")
+    )
+    for spec in (bare, endless, without, started):
         with pytest.raises(InvalidRequest, match="reasoning needs") as caught:
             to_submit(spec)
         assert caught.value.param == "reasoning"

@@ -9,6 +9,7 @@ import pytest
 from engine_service.constraints.llguidance import LlGrammars
 from engine_service.core.params import ConstraintSpec, ReasoningSpec
 from frontend.parsers.registry import output_format
+from frontend.parsers.tools.harmony import turn_of
 from frontend.reading import behind_reasoning, reading_of
 from frontend.request import Chat
 from tests.unit.byte_grammars import EOS, accepts, byte_grammars
@@ -69,7 +70,8 @@ def test_tags_may_be_special_tokens(grammars: LlGrammars) -> None:
         ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", None),
         ("deepseek_r1", "<|Assistant|>", Reasoning("", "</think>")),
         ("mistral", "[/INST]", Reasoning("[THINK]", "[/THINK]")),
-        ("openai_gptoss", "<|start|>assistant", None),
+        ("openai_gptoss", "<|start|>assistant", turn_of({})),
+        ("openai_gptoss", "<|start|>assistant<|channel|>final<|message|>The", None),
         ("none", "<think>", None),
     ],
 )

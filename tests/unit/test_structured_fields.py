@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.test_schema import TOOL, chat, completion
 from tidemill.runtime.errors import InvalidRequest, Unsupported
+from tidemill.structured import Constraint
 
 NAMED = {"type": "function", "function": {"name": "f"}}
 
@@ -86,7 +87,7 @@ STRUCTURED: list[tuple[dict[str, object], str, str, str]] = [
 def test_every_spelling_of_a_grammar(
     ask: Any, fields: dict[str, object], kind: str, text: str, param: str
 ) -> None:
-    assert ask(**fields).options.constraint == (kind, text, param, None)
+    assert ask(**fields).options.constraint == Constraint(kind, text, param)
     with pytest.raises(InvalidRequest, match="both say what the answer must be"):
         ask(**{"guided_regex": "x", "regex": "y", **fields})
 

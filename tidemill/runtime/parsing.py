@@ -64,7 +64,8 @@ async def _refuse(request: Any, context: Any) -> None:
     if isinstance(request, _Malformed):
         error = InvalidRequest(
             "malformed message: the bytes are no protobuf message of this method; build client "
-            "and server from the same contract, and send strings in UTF-8",
+            "and server from the same contract, send strings in UTF-8, and at most 100 messages "
+            "inside of each other (of a Struct every object counts three)",
             reason="MALFORMED_MESSAGE",
         )
         await abort(context, error)

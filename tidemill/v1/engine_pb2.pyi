@@ -306,12 +306,14 @@ class Constraint(_message.Message):
     def __init__(self, json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choices, _Mapping]] = ..., ebnf: _Optional[str] = ..., structural_tag: _Optional[str] = ...) -> None: ...
 
 class Reasoning(_message.Message):
-    __slots__ = ("start", "end")
+    __slots__ = ("start", "end", "lark")
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    LARK_FIELD_NUMBER: _ClassVar[int]
     start: str
     end: str
-    def __init__(self, start: _Optional[str] = ..., end: _Optional[str] = ...) -> None: ...
+    lark: str
+    def __init__(self, start: _Optional[str] = ..., end: _Optional[str] = ..., lark: _Optional[str] = ...) -> None: ...
 
 class Choices(_message.Message):
     __slots__ = ("values",)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from frontend.parsers.grammar import GrammarParser, Markers, Steps
+from tidemill.structured import Reasoning
 
 
 class ThinkTagsParser(GrammarParser):
@@ -27,6 +28,15 @@ class ThinkTagsParser(GrammarParser):
         if tail.endswith(cls.start):
             return True
         return False if tail.endswith(cls.end) else None
+
+    @classmethod
+    def in_front(cls, prompt: str, *, begins_inside: bool) -> Reasoning | None:
+        """See GrammarParser."""
+        is_inside = cls.begins_inside(prompt)
+        if is_inside is False:
+            return None
+        is_open = begins_inside if is_inside is None else is_inside
+        return Reasoning("" if is_open else cls.start, cls.end)
 
     def _read(self) -> Steps[None]:
         self._hold()

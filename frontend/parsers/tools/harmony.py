@@ -7,9 +7,13 @@ a recipient is a preamble for the user, like final.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from frontend.parsers.grammar import GrammarParser, Markers, Sink, Steps
+from tidemill.structured import Reasoning
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _OPENINGS = Markers(_START, _CHANNEL, _MESSAGE, "<|end|>", "<|return|>", "<|call|>")
@@ -19,6 +23,26 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTIONS = "functions."
 _MAX_HEADER = 256
+_TURN = r"""%llguidance {}
+start: thought* final
+final: CALLS<|channel|> "final" form <|message|> @answer
+thought: <|channel|> "analysis" <|message|> TEXT <|end|> <|start|> "assistant"
+form: (" "? <|constrain|>)? (" "? "json")?
+TEXT: /(.|\n)*/
+"""
+
+
+def turn_of(schemas: Mapping[str, Any]) -> Reasoning:
+    """The rest of a turn behind <|start|>assistant: reasoning, then @answer in the final channel,
+    or in its place a call of one of these functions, whose arguments follow its JSON schema. There
+    is no place for a preamble."""
+    rules = []
+    for i, (name, schema) in enumerate(schemas.items()):
+        ahead, behind = (json.dumps(f"{head} to={_FUNCTIONS}{name}") for head in ("", "commentary"))
+        head = f'({ahead} <|channel|> "commentary" | <|channel|> {behind})'
+        rules.append(f"call_{i}: {head} form <|message|> %json {json.dumps(schema)}")
+    calls = "".join(f"call_{i} | " for i in range(len(rules)))
+    return Reasoning(lark="\n".join([_TURN.replace("CALLS", calls), *rules, ""]))
 
 
 class HarmonyParser(GrammarParser):
@@ -30,6 +54,11 @@ class HarmonyParser(GrammarParser):
     """
 
     needs_special_tokens = True
+
+    @classmethod
+    def in_front(cls, prompt: str, *, begins_inside: bool) -> Reasoning | None:
+        """See GrammarParser. A prompt that ends within a message leaves no place for another."""
+        return turn_of({}) if prompt.endswith(f"{_START}assistant") else None
 
     def _read(self) -> Steps[None]:
         marker = ""
