@@ -155,6 +155,7 @@ def _random(rows: int, columns: int, device: torch.device) -> torch.Tensor:
 def time_us(step: Callable[[], None]) -> float:
     """Median microseconds of a replay."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which may still fill weights and tables
     with torch.cuda.stream(side):
         step()  # compiles
     torch.cuda.synchronize()

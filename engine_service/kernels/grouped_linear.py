@@ -61,13 +61,14 @@ def _most_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
     return min(num_rows, (num_rows + num_experts * (block_m - 1)) // block_m)
 
 
-def choose_tiles(num_rows: int, num_experts: int, dtype: torch.dtype) -> Tiles:
-    """Small tiles where experts get few rows each and reading weights is all the time there is."""
+def choose_tiles(num_rows: int, num_experts: int, dtype: torch.dtype, *, gated: bool) -> Tiles:
+    """Small tiles where experts get few rows each and reading weights is all the time there is.
+    `block_m` is the same for both products of an expert, whose rows are grouped once."""
     if dtype is torch.float32:
         return Tiles(16, 32, 32, num_warps=4, num_stages=2)
     if num_rows <= 16 * num_experts:
         return Tiles(16, 64, 128, num_warps=4, num_stages=4)
-    return Tiles(64, 128, 64, num_warps=8, num_stages=3)
+    return Tiles(64, 64 if gated else 128, 64, num_warps=4, num_stages=3)
 
 
 def group_rows_ref(experts_R: torch.Tensor, num_experts: int, block_m: int) -> RowGroups:
@@ -359,12 +360,15 @@ def mix_experts_triton(
     apart; shares are float32; float64 is not there."""
     num_tokens, per_token = experts_TA.shape
     num_rows, num_experts, width = experts_TA.numel(), len(gate_up_XWE), residual_TE.shape[1]
-    tiles = tiles or choose_tiles(num_rows, num_experts, x_TE.dtype)
-    groups = group_rows_triton(experts_TA.flatten(), num_experts, tiles.block_m)
-    inner_RI = grouped_linear_triton(
-        x_TE, gate_up_XWE, groups, num_rows=num_rows, per_token=per_token, gated=True, tiles=tiles
+    first, second = (
+        tiles or choose_tiles(num_rows, num_experts, x_TE.dtype, gated=gated)
+        for gated in (True, False)
     )
-    y_RE = grouped_linear_triton(inner_RI, down_XEI, groups, num_rows=num_rows, tiles=tiles)
+    groups = group_rows_triton(experts_TA.flatten(), num_experts, first.block_m)
+    inner_RI = grouped_linear_triton(
+        x_TE, gate_up_XWE, groups, num_rows=num_rows, per_token=per_token, gated=True, tiles=first
+    )
+    y_RE = grouped_linear_triton(inner_RI, down_XEI, groups, num_rows=num_rows, tiles=second)
     block = min(triton.next_power_of_2(width), 1024)
     overlap = overlaps_launches(x_TE.device)
     _weighted_sum_kernel[(num_tokens, triton.cdiv(width, block))](

@@ -223,9 +223,10 @@ def test_there_is_room_for_the_worst_choice(num_rows: int, num_experts: int) -> 
 
 
 def test_tiles_follow_the_rows_of_an_expert() -> None:
-    few, many = (choose_tiles(rows, 128, torch.bfloat16) for rows in (64, 32768))
-    assert (few.block_m, many.block_m) == (16, 64)
-    assert choose_tiles(32768, 128, torch.float32).block_m == 16
+    for gated in (True, False):
+        few, many = (choose_tiles(rows, 128, torch.bfloat16, gated=gated) for rows in (64, 32768))
+        assert (few.block_m, many.block_m) == (16, 64)
+        assert choose_tiles(32768, 128, torch.float32, gated=gated).block_m == 16
 
 
 @pytest.mark.gpu
