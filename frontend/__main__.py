@@ -10,7 +10,7 @@ import uvloop
 
 from frontend.app import FrontendServer
 from frontend.config import FrontendConfig
-from tidemill.runtime import log, options
+from tidemill.runtime import log, open_files, options
 from tidemill.runtime.errors import ServiceError
 
 _CALM = (50_000, 20, 20)
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     (config,) = options.parse([FrontendConfig], given, prog="tidemill frontend")
     log.configure(config.log_level, service="frontend")
+    open_files.allow_many()
     try:
         return uvloop.run(serve(config))
     except ServiceError as error:
