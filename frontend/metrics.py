@@ -8,9 +8,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.metrics import MetricWrapperBase
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _LONG_SECONDS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120)
@@ -59,6 +61,25 @@ class Gaps:
         yield family
 
 
+Metric = TypeVar("Metric", bound=MetricWrapperBase)
+
+
+class Children(Generic[Metric]):
+    """A metric's children by their labels: the library takes a lock and makes texts of the labels
+    whenever it is asked for one."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._known: dict[tuple[object, ...], Metric] = {}
+
+    def labels(self, *values: object) -> Metric:
+        """The child with these values."""
+        child = self._known.get(values)
+        if child is None:
+            child = self._known[values] = self._metric.labels(*values)
+        return child
+
+
 class Metrics:
     """The metrics of one frontend process, in a registry of their own."""
 
@@ -100,25 +121,30 @@ class Metrics:
         self.num_waiting = gauge("num_requests_waiting", "Sequences that wait in the engine.")
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.")
         self.engine_up = gauge("engine_up", "1 while a session with the engine is open.")
-        self.http_requests = Counter(
-            "tidemill_http_requests",
-            "HTTP requests by route and status.",
-            ("handler", "method", "status"),
-            registry=self._registry,
+        self.http_requests = Children(
+            Counter(
+                "tidemill_http_requests",
+                "HTTP requests by route and status.",
+                ("handler", "method", "status"),
+                registry=self._registry,
+            )
         )
 
     def text(self) -> bytes:
         """The exposition format of Prometheus."""
         return generate_latest(self._registry)
 
-    def _counter(self, name: str, doc: str, *labels: str) -> Counter:
+    def _counter(self, name: str, doc: str, *labels: str) -> Children[Counter]:
         names = ("model_name", *labels)
-        return Counter(f"tidemill_{name}", doc, names, registry=self._registry)
+        return Children(Counter(f"tidemill_{name}", doc, names, registry=self._registry))
 
-    def _gauge(self, name: str, doc: str) -> Gauge:
-        return Gauge(f"tidemill_{name}", doc, ("model_name",), registry=self._registry)
+    def _gauge(self, name: str, doc: str) -> Children[Gauge]:
+        return Children(Gauge(f"tidemill_{name}", doc, ("model_name",), registry=self._registry))
 
-    def _seconds(self, name: str, doc: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-        return Histogram(
-            f"tidemill_{name}", doc, ("model_name",), registry=self._registry, buckets=buckets
+    def _seconds(
+        self, name: str, doc: str, buckets: tuple[float, ...] = _SECONDS
+    ) -> Children[Histogram]:
+        names = ("model_name",)
+        return Children(
+            Histogram(f"tidemill_{name}", doc, names, registry=self._registry, buckets=buckets)
         )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
+from typing import Any
+
 from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -33,9 +37,20 @@ from tidemill import __version__
 from tidemill.runtime.errors import ServiceError
 
 
+class _BusyRoute(APIRoute):
+    """Its function takes the request and nothing else: it is documented like others, and FastAPI
+    spends nothing on what it could inject (25 of 50 us a request)."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See APIRoute."""
+        handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        return handler
+
+
 def build_http(desk: FrontDesk) -> FastAPI:
     """The ASGI application that serves `desk`."""
     app = DocumentedApp(title="Tidemill", version=__version__)
+    app.router.route_class = _BusyRoute
 
     @app.post("/v1/chat/completions", openapi_extra=documented(ChatBody))
     async def create_chat_completion(request: Request) -> Response:
