@@ -60,6 +60,21 @@ def canvas_knobs(seed: int, count: int, first: int = 0) -> list[dict[str, Any]]:
     ]
 
 
+def answers(
+    folder: Path,
+    device: str,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    **flags: Any,
+) -> list[list[int]]:
+    settings = {"dtype": "float32", "max_model_len": 128, "max_rows": 6, **flags}
+    if device == "cuda":
+        settings["memory_fraction"] = 0.2
+    llm = LLM(str(folder), device=device, skip_tokenizer_init=True, **settings)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
 def tokens(
     folder: Path,
     device: str,
@@ -67,18 +82,13 @@ def tokens(
     knobs: Sequence[dict[str, Any]],
     **flags: Any,
 ) -> list[list[int]]:
-    settings = {"dtype": "float32", "max_model_len": 128, "max_rows": 6, **flags}
-    if device == "cuda":
-        settings["memory_fraction"] = 0.2
-    llm = LLM(str(folder), device=device, skip_tokenizer_init=True, **settings)
     params = [
         SamplingParams(
             temperature=0.0, max_tokens=ANSWER, ignore_eos=True, seed=number, method_params=one
         )
         for number, one in enumerate(knobs)
     ]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [output.outputs[0].token_ids for output in outputs]
+    return answers(folder, device, prompts, params, **flags)
 
 
 def watch_replays(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool]]:
@@ -120,18 +130,13 @@ def test_whole_canvases_are_replayed(
         )
         for number in range(12)
     ]
-    made = []
-    for flags in ({}, {"enforce_eager": True}):
-        llm = LLM(str(tmp_path), device="cuda", dtype="float32", max_model_len=128, max_rows=6,
-                  memory_fraction=0.2, skip_tokenizer_init=True, **flags)  # fmt: skip
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        made.append([output.outputs[0].token_ids for output in outputs])
-    assert made[0] == made[1]
+    eager = answers(tmp_path, "cuda", prompts, params, enforce_eager=True)
+    assert answers(tmp_path, "cuda", prompts, params) == eager
     assert ("forward", True) in replayed
     if knobs in ({}, {"cache": "prefix"}, {"cache": "dual"}):
         assert ("forward", False) not in replayed, "nothing is launched"
     other = [replace(one, seed=one.seed + 99) for one in params]
-    assert [o.outputs[0].token_ids for o in llm.generate(prompts, other, use_tqdm=False)] != made[1]
+    assert answers(tmp_path, "cuda", prompts, other) != eager, "the control: other seeds"
 
 
 @pytest.mark.parametrize("flags", [{}, TIGHT], ids=["roomy", "tight"])
@@ -171,13 +176,8 @@ def test_captured_blocks_that_need_whole_logits(
         )
         for number in range(12)
     ]
-    made = []
-    for flags in ({}, {"enforce_eager": True}):
-        llm = LLM(str(tmp_path), device="cuda", dtype="float32", max_model_len=128, max_rows=6,
-                  memory_fraction=0.2, skip_tokenizer_init=True, **flags)  # fmt: skip
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        made.append([output.outputs[0].token_ids for output in outputs])
-    assert made[0] == made[1]
+    eager = answers(tmp_path, "cuda", prompts, params, enforce_eager=True)
+    assert answers(tmp_path, "cuda", prompts, params) == eager
 
 
 def test_dreams_canvas(tmp_path: Path) -> None:
