@@ -102,6 +102,10 @@ class SchedulerLimits:
     """Query tokens per step of canvases that are computed whole; the last one may overdraw it."""
     max_queued_requests: int
     age_bound_s: float
+    foreseen_tokens: int = 2048
+    """Query tokens of the decoding rows from which their next spans are planned ahead of decisions
+    where strategies can. Below, a step takes as long for half of the rows: one that turns out to be
+    in vain costs more than sitting one out."""
 
 
 POOLING_KINDS = ("mean", "last", "cls")

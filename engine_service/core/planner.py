@@ -39,6 +39,8 @@ class Planner:
         """Of the plan that is being made."""
         self._waits_for_pages = False
         """A row found no page: nothing is launched until preemption is possible again."""
+        self._foresees = False
+        """Enough rows decide for the plan that is being made to look beyond decisions."""
 
     @property
     def num_waiting(self) -> int:
@@ -129,6 +131,8 @@ class Planner:
         ]
         catching_up = [request for request in ready if not request.decoding]
         decoding = [request for request in ready if request.decoding] if catching_up else ready
+        size = sum(r.launched.num_tokens for r in decoding if r.decoding and r.launched)
+        self._foresees = size >= self._limits.foreseen_tokens
         groups = (catching_up, decoding) if self._catch_up_first else (decoding, catching_up)
         left_out: dict[int, Request] = {}
         for request in chain(*groups):
@@ -178,7 +182,7 @@ class Planner:
             draft.reserve(1)
             return True
         if span is None:
-            view = request.view_ahead()
+            view = request.view_ahead(foresees=self._foresees)
             if view is None:
                 return True
             span = request.strategy.plan(view, draft.budget)

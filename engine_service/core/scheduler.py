@@ -222,6 +222,8 @@ class Scheduler:
         """Applies one decision: commit, cut at the first end, seal, report."""
         self._planner.convoy.leave(request)
         committed, before = request.committed, request.canvas
+        first_open = max(span.decide_start, len(committed))
+        denoises = bool(before.token_ids) and span.decide_stop > first_open
         update = request.strategy.settle(len(committed), before, span, decision)
         if request.pinned:
             update = keep_pinned(update, len(committed), request.pinned, request.max_len)
@@ -238,8 +240,7 @@ class Scheduler:
         committed += run
         request.canvas = canvas
         request.forward_passes += 1
-        if before.token_ids and span.decide_stop > span.decide_start:
-            request.denoise_steps += 1
+        request.denoise_steps += denoises
         if request.first_token_ns is None and run:
             request.first_token_ns = now
         if len(committed) >= request.table.seal_at:
