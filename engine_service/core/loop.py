@@ -156,7 +156,8 @@ class CoreLoop:
         try:
             if failure is not None:  # what a library panics with is no Exception
                 raise failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
-            self._scheduler.submit(submit)
+            if given_up := self._scheduler.submit(submit):
+                self._outbox.send(given_up)
         except ServiceError as error:
             self._outbox.send([Reject(submit.key, error)])
         except Exception as bug:

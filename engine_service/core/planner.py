@@ -13,7 +13,7 @@ from engine_service.core.draft import StepDraft
 from engine_service.core.messages import Load
 from engine_service.core.pages import PageManager
 from engine_service.core.params import SchedulerLimits
-from engine_service.core.policy.priority import WaitingQueue, order
+from engine_service.core.policy.fair import FairQueue
 from engine_service.core.request import Request
 from engine_service.core.step import Span
 
@@ -32,17 +32,20 @@ class Planner:
         self._running: dict[int, Request] = {}
         """Requests with a row."""
         self.convoy = Convoy()
-        self._waiting = WaitingQueue()
+        self._waiting = FairQueue()
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
         self._catch_up_first = False
         self._now = 0
         """Of the plan that is being made."""
         self._waits_for_pages = False
         """A row found no page: nothing is launched until preemption is possible again."""
+        self.num_ran = 0
+        """Requests with a row when the last step was planned; many may have ended with it."""
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+    def waiting(self) -> FairQueue:
+        """To look at: whom newcomers would wait for."""
+        return self._waiting
 
     @property
     def load(self) -> Load:
@@ -92,6 +95,7 @@ class Planner:
         if self._plan_running(draft, aged_before, beside_step) and self._free_rows:
             self._plan_waiting(draft, aged_before, now)
         draft.steady = self.convoy.launch()
+        self.num_ran = len(self._running)
         return draft
 
     def _new_draft(self) -> StepDraft:
@@ -199,7 +203,7 @@ class Planner:
             if beside_step:
                 self._waits_for_pages = True
                 return False
-            victim = max(self._running.values(), key=lambda r: order(r, aged_before))
+            victim = max(self._running.values(), key=self._waiting.ranking(aged_before))
             draft.drop(victim)
             self._preempt(victim)
             if victim is request:
@@ -252,11 +256,12 @@ class Planner:
         reserved = pages.reserve(table, span.kv_len)
         assert reserved, f"{missing} pages were free for request {request.request_id}"
         pages.claim(table, tokens, limit)
-        self._waiting.remove(request)
+        is_new = request.started_ns is None
+        self._waiting.start(request, len(tokens) - request.num_cached if is_new else 0)
         self._running[request.key] = request
         self._free_rows.pop()
         request.resume(now)
-        if request.started_ns is None:
+        if is_new:
             request.started_ns, request.cached_tokens = now, request.num_cached
         draft.add(request, span)
         draft.newcomers.append(request)
@@ -266,6 +271,7 @@ class Planner:
     def _leave_row(self, request: Request) -> None:
         self.convoy.leave(request)
         self._pages.release(request.table)
+        self._waiting.stop(request)
         del self._running[request.key]
         self._free_rows.append(request.row)
         request.row = -1

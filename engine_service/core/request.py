@@ -46,6 +46,8 @@ class Request:
     sampling: ResolvedSampling
     table: PageTable
     priority: int
+    fairness_key: str
+    """Whose request it is, for those who share the engine."""
     arrival_ns: int
     emit_canvas: bool
     score_from: int

@@ -14,7 +14,8 @@ from engine_service.core.constraint import MaskMaker
 from engine_service.core.deadlines import Deadlines
 from engine_service.core.draft import StepDraft
 from engine_service.core.finish import find_stop
-from engine_service.core.messages import Abort, FinishReason, Load, StepOutput, Submit
+from engine_service.core.gate import Gate
+from engine_service.core.messages import Abort, FinishReason, Load, Reject, StepOutput, Submit
 from engine_service.core.output import OutputWriter
 from engine_service.core.pages import PageManager
 from engine_service.core.params import SchedulerLimits
@@ -30,10 +31,6 @@ from engine_service.core.step import (
     Span,
     StepPlan,
 )
-from tidemill.runtime.errors import Overloaded
-
-RETRY_AFTER_MS = 1000
-"""What a full queue tells callers to wait: about the life of a short request."""
 
 
 class Scheduler:
@@ -51,7 +48,7 @@ class Scheduler:
         self._admission = admission
         self._pages = pages
         self._planner = Planner(pages, limits)
-        self._max_queued = limits.max_queued_requests
+        self._gate = Gate(limits, self._planner.waiting)
         self._clock = clock
         self._masks = masks or MaskMaker()
         self._requests: dict[int, Request] = {}
@@ -79,15 +76,13 @@ class Scheduler:
         """Starts what a sequence needs before it is submitted; None: nothing."""
         return self._masks.compile(submit.constraint)
 
-    def submit(self, submit: Submit) -> None:
-        """Queues a sequence; raises the ServiceError that the caller is to get instead."""
+    def submit(self, submit: Submit) -> list[Reject]:
+        """Queues a sequence; raises the ServiceError that the caller is to get instead.
+
+        Answers who was given up for it: nearly always nobody.
+        """
         assert submit.key not in self._requests, f"key {submit.key} is live already"
-        if self._planner.num_waiting >= self._max_queued:
-            raise Overloaded(
-                f"{self._max_queued} requests are waiting, which is the limit "
-                "(--max-queued-requests); retry later.",
-                retry_after_ms=RETRY_AFTER_MS,
-            )
+        given_up = self._gate.room_for(submit, self._planner.num_ran)
         token_ids, strategy, params, sampling, pinned, found = self._admission.admit(submit)
         prompt_len = len(token_ids)
         max_len = prompt_len + sampling.max_tokens
@@ -103,6 +98,7 @@ class Scheduler:
             sampling=sampling,
             table=self._pages.open(strategy.mask_block, submit.cache_salt),
             priority=submit.priority,
+            fairness_key=submit.fairness_key,
             arrival_ns=submit.arrival_ns or self._clock(),
             emit_canvas=submit.emit_canvas,
             score_from=prompt_len if sampling.prompt_logprobs is None else 1,
@@ -119,6 +115,10 @@ class Scheduler:
         self._planner.enqueue(request)
         if submit.deadline_ns is not None:
             self._deadlines.watch(submit.deadline_ns, request.key)
+        if given_up is None:
+            return []
+        self._release(given_up)
+        return [self._gate.refusal(given_up, self._planner.num_ran)]
 
     def abort(self, abort: Abort) -> None:
         """Ends a sequence; its row and pages go back when the steps that name it are collected."""
@@ -277,5 +277,7 @@ class Scheduler:
             self._release(request)
 
     def _release(self, request: Request) -> None:
+        if request.row >= 0 and request.started_ns is not None:
+            self._gate.note(self._clock() - request.started_ns)
         self._planner.leave(request)
         del self._requests[request.key]
