@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from itertools import chain
 
+from engine_service.core.control import PauseMode
 from engine_service.core.convoy import Convoy
 from engine_service.core.draft import StepDraft
 from engine_service.core.messages import Load
@@ -39,8 +40,17 @@ class Planner:
         """Of the plan that is being made."""
         self._waits_for_pages = False
         """A row found no page: nothing is launched until preemption is possible again."""
+        self.paused: PauseMode | None = None
         self.num_ran = 0
         """Requests with a row when the last step was planned; many may have ended with it."""
+        self._foresees = False
+        """Enough rows decide for the plan that is being made to look beyond decisions."""
+
+    @property
+    def num_started(self) -> int:
+        """Requests that had a row: all that run, and those that were preempted. O(waiting)."""
+        preempted = [one for one in self._waiting if one.started_ns is not None]
+        return len(self._running) + len(preempted)
 
     @property
     def waiting(self) -> FairQueue:
@@ -88,7 +98,7 @@ class Planner:
         """
         self._now = now
         draft = self._new_draft()
-        if beside_step and self._waits_for_pages:
+        if self.paused is PauseMode.KEEP or (beside_step and self._waits_for_pages):
             return draft
         self._waits_for_pages = False
         aged_before = now - self._age_bound_ns
@@ -133,6 +143,8 @@ class Planner:
         ]
         catching_up = [request for request in ready if not request.decoding]
         decoding = [request for request in ready if request.decoding] if catching_up else ready
+        size = sum(r.launched.num_tokens for r in decoding if r.decoding and r.launched)
+        self._foresees = size >= self._limits.foreseen_tokens
         groups = (catching_up, decoding) if self._catch_up_first else (decoding, catching_up)
         left_out: dict[int, Request] = {}
         for request in chain(*groups):
@@ -182,7 +194,7 @@ class Planner:
             draft.reserve(1)
             return True
         if span is None:
-            view = request.view_ahead()
+            view = request.view_ahead(foresees=self._foresees)
             if view is None:
                 return True
             span = request.strategy.plan(view, draft.budget)
@@ -224,6 +236,8 @@ class Planner:
         for request in self._waiting.in_order(aged_before):
             if not self._free_rows or draft.budget.tokens <= 0:
                 return
+            if self.paused is not None and request.started_ns is None:
+                continue
             if request.waits_for is not None and self._pages.is_claimed(request.waits_for):
                 continue
             if request.constraint is not None and not request.constraint.is_ready:
