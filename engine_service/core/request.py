@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine_service.core.constraint import Constraint
-from engine_service.core.messages import Finish, FinishReason, Submit, Timings, Usage
+from engine_service.core.messages import Finish, FinishReason, Timings, Usage
 from engine_service.core.pages import PageTable
 from engine_service.core.params import ResolvedSampling
 from engine_service.core.pinning import Pinned, num_pinned_before, pin, pinned_from
@@ -46,6 +46,8 @@ class Request:
     sampling: ResolvedSampling
     table: PageTable
     priority: int
+    fairness_key: str
+    """Whose request it is, for those who share the engine."""
     arrival_ns: int
     emit_canvas: bool
     score_from: int
@@ -186,10 +188,3 @@ class Request:
             self.pauses,
             ending.vector,
         )
-
-
-def is_plain(submit: Submit, strategy: DecodeStrategy, sampling: ResolvedSampling) -> bool:
-    """Whether most tokens of a sequence need nothing but to be appended and reported."""
-    watched = (sampling.logprobs, sampling.prompt_logprobs)
-    is_watched = submit.emit_canvas or sampling.stop_token_sequences or watched != (None, None)
-    return strategy.append_only and not is_watched
