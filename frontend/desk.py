@@ -19,6 +19,7 @@ from frontend.config import FrontendConfig
 from frontend.encode_pool import EncodePool
 from frontend.fleet.discovery import discovery_of
 from frontend.fleet.fleet import Fetch, Fleet
+from frontend.fleet.fleet_metrics import FleetMetrics
 from frontend.generation import Generation
 from frontend.messages import EngineFacts
 from frontend.metrics import Metrics
@@ -61,6 +62,7 @@ class FrontDesk:
             max_message_bytes=config.max_message_bytes,
             load_model=self._load_model,
         )
+        self.metrics.add(FleetMetrics(self.engine))
 
     @property
     def state(self) -> str:
