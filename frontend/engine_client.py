@@ -98,6 +98,7 @@ class EngineClient:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+            self._ready, self._last_reason = False, "CLOSED"
             self._lose(Unavailable("this frontend has closed the session", reason="CLOSED"))
         if self.channel is not None:
             await self.channel.close()

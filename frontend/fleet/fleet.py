@@ -190,12 +190,12 @@ class Fleet:
     async def _discover(self) -> None:
         try:
             async for addresses in self._discovery.watch():
-                self._take(addresses)
+                self.take(addresses)
         except ServiceError as failure:
             self._discovery.last_error = failure.message
             _LOG.error("engines cannot be found: %s", failure.message)
 
-    def _take(self, addresses: frozenset[str]) -> None:
+    def take(self, addresses: frozenset[str]) -> None:
         """New addresses join; those that are gone leave when they have finished."""
         for address in addresses - self._members.keys():
             client = EngineClient(

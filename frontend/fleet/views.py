@@ -53,8 +53,11 @@ class EngineView(NamedTuple):
     def demand(self) -> float:
         """Shares of rows and of KV that are in use or wanted; 2 and more is a full engine."""
         rows = self.outstanding / max(1, self.max_rows)
-        tokens = self.kv_tokens_used + self.waiting_tokens + self.sent_tokens
-        return rows + tokens / max(1, self.kv_tokens)
+        if not self.kv_tokens:
+            return rows
+        return (
+            rows + (self.kv_tokens_used + self.waiting_tokens + self.sent_tokens) / self.kv_tokens
+        )
 
 
 class RequestView(NamedTuple):
