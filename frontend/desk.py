@@ -29,7 +29,9 @@ from frontend.shelf import new_replica
 from frontend.template_pool import TemplatePool
 from frontend.validation import check_ids
 from tidemill.runtime.errors import NotFound, Unavailable
+from tidemill.runtime.rpc import channel_options
 from tidemill.runtime.telemetry import Tracer
+from tidemill.security.client_tls import Dialer, client_tls
 
 _LOG = logging.getLogger("tidemill.frontend")
 
@@ -54,10 +56,15 @@ class FrontDesk:
         self._templates: TemplatePool | None = None
         self.is_draining = False
         self.started = time.monotonic()
+        tls = client_tls(
+            config.engine_tls_ca,
+            config.engine_tls_cert,
+            config.engine_tls_key,
+            config.engine_tls_name,
+        )
+        options = channel_options(config.max_message_bytes)
         self.engine = EngineClient(
-            config.engine,
-            max_message_bytes=config.max_message_bytes,
-            on_connected=self._load_model,
+            Dialer(config.engine, options, tls), on_connected=self._load_model
         )
 
     @property

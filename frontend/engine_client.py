@@ -30,8 +30,9 @@ from tidemill.runtime.errors import (
     Unavailable,
     from_grpc_code,
 )
-from tidemill.runtime.rpc import channel_options, to_error
+from tidemill.runtime.rpc import to_error
 from tidemill.runtime.telemetry import TraceContext
+from tidemill.security.client_tls import Dialer
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc as rpc
 
@@ -57,9 +58,9 @@ class EngineClient:
     engine's last report; `last_error` says why there is no connection.
     """
 
-    def __init__(self, address: str, *, max_message_bytes: int, on_connected: Connected) -> None:
-        self._address = address
-        self._options = channel_options(max_message_bytes)
+    def __init__(self, dialer: Dialer, *, on_connected: Connected) -> None:
+        self._address = address = dialer.address
+        self._dialer = dialer
         self._on_connected = on_connected
         self._slots: dict[int, tuple[Call, int]] = {}
         self._handles = itertools.count(1)
@@ -76,7 +77,7 @@ class EngineClient:
 
     def start(self) -> None:
         """Begins connecting in the background. Call in the running loop, once."""
-        self.channel = grpc.aio.insecure_channel(self._address, options=self._options)
+        self.channel = self._dialer.open()
         self._task = asyncio.create_task(self._stay_connected(), name="engine-session")
 
     async def close(self) -> None:
@@ -209,6 +210,7 @@ class EngineClient:
 
     async def _serve_session(self) -> None:
         """From the first question to the loss of the session."""
+        self.channel = await self._dialer.fresh(self.channel)
         ask = _info(self.channel).GetEngineInfo
         answer = await ask(pb.GetEngineInfoRequest(), timeout=_ANSWER_S)
         await self._on_connected(convert.to_facts(answer))

@@ -67,11 +67,17 @@ def channel_options(max_message_bytes: int) -> Options:
     ]
 
 
-def bind(server: grpc.aio.Server, host: str, port: int, *, flag: str) -> int:
-    """Binds and returns the port (0 takes a free one); FailedPrecondition when it is taken."""
+def bind(
+    server: grpc.aio.Server, host: str, port: int, *, flag: str, credentials: Any = None
+) -> int:
+    """Binds and returns the port (0 takes a free one); FailedPrecondition when it is taken.
+
+    Without `credentials` (tidemill.security.server_tls) the port is plaintext.
+    """
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    add = [server.add_secure_port, credentials] if credentials else [server.add_insecure_port]
     try:
-        bound: int = server.add_insecure_port(address)
+        bound: int = add[0](address, *add[1:])
     except RuntimeError as failure:
         raise FailedPrecondition(
             f"cannot listen on {address}: the port is in use or the address is not ours; "
