@@ -6,8 +6,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    home = "client" if name in ("Client", "AsyncClient", "ClientTls") else "sampling_params"
-    home = "llm" if name == "LLM" else home
-    if home == "sampling_params" and not name.endswith("Params"):
+    home = {"LLM": "llm", "Client": "client", "AsyncClient": "client", "ClientTls": "client"}
+    if name not in home and not name.endswith("Params"):
         raise AttributeError(f"module 'tidemill' has no attribute {name!r}")
-    return getattr(import_module(f"tidemill.{home}"), name)
+    return getattr(import_module(f"tidemill.{home.get(name, 'sampling_params')}"), name)
