@@ -22,7 +22,7 @@ from tidemill.runtime.errors import FailedPrecondition
 from tidemill.runtime.health import Health
 from tidemill.runtime.parsing import MalformedRequests
 from tidemill.runtime.rpc import bind, server_options
-from tidemill.runtime.telemetry import Tracer
+from tidemill.telemetry.tracer import Tracer
 
 _LOG = logging.getLogger("tidemill.frontend")
 _CLOSING_S = 2.0
@@ -35,7 +35,10 @@ class FrontendServer:
 
     def __init__(self, config: FrontendConfig) -> None:
         self._config = config
-        self.desk = FrontDesk(config, Tracer("tidemill-frontend", config.otlp_endpoint))
+        tracer = Tracer(
+            "tidemill-frontend", config.otlp_endpoint, sample_ratio=config.trace_sample_ratio
+        )
+        self.desk = FrontDesk(config, tracer)
         self._health = Health(("", "liveness", "readiness", SERVICE))
         self._grpc = grpc.aio.server(
             interceptors=(MalformedRequests(),), options=server_options(config.max_message_bytes)

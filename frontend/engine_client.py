@@ -31,7 +31,7 @@ from tidemill.runtime.errors import (
     from_grpc_code,
 )
 from tidemill.runtime.rpc import channel_options, to_error
-from tidemill.runtime.telemetry import TraceContext
+from tidemill.telemetry.context import TraceContext
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc as rpc
 
@@ -89,10 +89,10 @@ class EngineClient:
 
     @property
     def state(self) -> str:
-        """connecting, ready or draining."""
+        """connecting, ready, stalled (not ready, but still asked: a step may be long), draining."""
         if not self._ready.is_set():
             return "connecting"
-        return "draining" if self._draining else "ready"
+        return "draining" if self._draining else "stalled" if self.load.stalled else "ready"
 
     @property
     def num_slots(self) -> int:
@@ -116,7 +116,7 @@ class EngineClient:
                 reason="DRAINING",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
-        if self.state != "ready":
+        if self.state == "connecting":
             text = f"the engine at {self._address} is not up: {self.last_error}; try again shortly"
             if not self._is_retriable:
                 text = f"cannot serve the engine at {self._address}: {self.last_error}"
@@ -196,6 +196,7 @@ class EngineClient:
         self.last_error, self._last_reason = error.message, error.reason
         self._is_retriable = isinstance(error, _PASSING)
         self._ready.clear()
+        self.load = Load()
         self._outbox = Outbox()
         slots, self._slots = self._slots, {}
         for call, _ in slots.values():
@@ -250,8 +251,7 @@ class EngineClient:
             elif kind == "failed":
                 self._on_failed(frame.failed)
             elif kind == "load_report":
-                load = frame.load_report.load
-                self.load = Load(load.running, load.waiting, load.pages_used, load.pages_total)
+                self.load = convert.to_load(frame.load_report)
             elif kind == "draining":
                 self._draining = True
 

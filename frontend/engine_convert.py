@@ -17,6 +17,7 @@ from frontend.messages import (
     EngineFacts,
     Finish,
     FinishReason,
+    Load,
     Sequence,
     Timings,
     TokenLogprobs,
@@ -31,6 +32,23 @@ _POOL_TASKS = {
     pb.POOL_TASK_SCORE: "score",
 }
 _MAX_TOKENIZER_BYTES = 256 << 20
+
+
+def to_load(report: pb.LoadReport) -> Load:
+    """How full the engine is, and how it is."""
+    load = report.load
+    return Load(
+        running=load.running,
+        waiting=load.waiting,
+        pages_used=load.pages_used,
+        pages_total=load.pages_total,
+        state=pb.EngineState.Name(report.state).removeprefix("ENGINE_STATE_").lower()
+        if report.state
+        else "",
+        stalled=report.stalled,
+        memory_used=report.memory_used_bytes,
+        memory_total=report.memory_total_bytes,
+    )
 
 
 def to_spec(sequence: Sequence) -> pb.GenerateSpec:
@@ -83,6 +101,8 @@ def to_facts(answer: pb.GetEngineInfoResponse) -> EngineFacts:
         vocab_size=answer.limits.vocab_size,
         max_logprobs=answer.limits.max_logprobs,
         tokenizer_sha256=answer.tokenizer_sha256,
+        device=answer.device,
+        max_queued_requests=answer.limits.max_queued_requests,
         default_method=decoding.default_method,
         methods=tuple(decoding.methods),
         block_length=decoding.block_length,

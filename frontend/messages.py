@@ -83,6 +83,13 @@ class Load(NamedTuple):
     waiting: int = 0
     pages_used: int = 0
     pages_total: int = 0
+    state: str = ""
+    """Of the engine, in lower case."""
+    stalled: bool = False
+    """The engine's core has said nothing for too long: new work should go elsewhere."""
+    memory_used: int = 0
+    memory_total: int = 0
+    """Bytes of the engine's device; 0: not known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -141,4 +148,6 @@ class EngineFacts:
     eos_token_ids: tuple[int, ...]
     pool_tasks: tuple[str, ...] = ()
     """Of embed, classify and score, what its hidden states serve."""
+    device: str = ""
+    max_queued_requests: int = 0
     embedding_size: int = 0

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tidemill.runtime.telemetry import Span
 from tidemill.structured import Constraint
+from tidemill.telemetry.tracer import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ why a request ends.
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice
 
 from engine_service.core.convoy import Convoy
 from engine_service.core.draft import StepDraft
@@ -16,6 +16,7 @@ from engine_service.core.params import SchedulerLimits
 from engine_service.core.policy.priority import WaitingQueue, order
 from engine_service.core.request import Request
 from engine_service.core.step import Span
+from engine_service.core.tally import Counting
 
 
 class Planner:
@@ -32,6 +33,7 @@ class Planner:
         self._running: dict[int, Request] = {}
         """Requests with a row."""
         self.convoy = Convoy()
+        self.counting = Counting()
         self._waiting = WaitingQueue()
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
         self._catch_up_first = False
@@ -61,6 +63,11 @@ class Planner:
         members = self.convoy.members
         slow = [r.launched for key, r in self._running.items() if key not in members]
         return self.convoy.kv_tokens + sum(span.kv_len for span in slow if span is not None)
+
+    def traced_keys(self, limit: int) -> list[int]:
+        """Traced sequences that hold a row, at most `limit` of them. O(rows)."""
+        traced = (key for key, request in self._running.items() if request.marks is not None)
+        return list(islice(traced, limit))
 
     def enqueue(self, request: Request) -> None:
         """Lets a request wait for its turn."""
@@ -92,6 +99,9 @@ class Planner:
         if self._plan_running(draft, aged_before, beside_step) and self._free_rows:
             self._plan_waiting(draft, aged_before, now)
         draft.steady = self.convoy.launch()
+        num_rows = len(draft.spans) + len(self.convoy)
+        if num_rows:
+            self.counting.step(self._limits.token_budget - draft.budget.tokens, num_rows)
         return draft
 
     def _new_draft(self) -> StepDraft:
@@ -214,6 +224,7 @@ class Planner:
         """Back to the queue; everything that was cached is computed again."""
         self._leave_row(request)
         request.restart(self._now)
+        self.counting.num_preemptions += 1
         self._waiting.add(request)
 
     def _plan_waiting(self, draft: StepDraft, aged_before: int, now: int) -> None:
@@ -258,6 +269,7 @@ class Planner:
         request.resume(now)
         if request.started_ns is None:
             request.started_ns, request.cached_tokens = now, request.num_cached
+            self.counting.looked_up(len(tokens), request.num_cached)
         draft.add(request, span)
         draft.newcomers.append(request)
         draft.first_pages[request.key] = 0

@@ -75,6 +75,11 @@ class Scheduler:
         """Positions whose KV is in the pages, or is being computed. O(requests)."""
         return self._planner.live_tokens
 
+    @property
+    def planner(self) -> Planner:
+        """For those who watch."""
+        return self._planner
+
     def prepare(self, submit: Submit) -> Future[None] | None:
         """Starts what a sequence needs before it is submitted; None: nothing."""
         return self._masks.compile(submit.constraint)
@@ -112,6 +117,7 @@ class Scheduler:
             is_plain=is_plain(submit, strategy, sampling) and found.constraint is None,
             mask=found.mask,
             constraint=found.constraint,
+            marks=[] if submit.traced else None,
         )
         if found.constraint is not None:
             self._masks.begin(found.constraint)
@@ -240,6 +246,10 @@ class Scheduler:
         request.forward_passes += 1
         if before.token_ids and span.decide_stop > span.decide_start:
             request.denoise_steps += 1
+            num_positions = span.decide_stop - span.decide_start
+            self._planner.counting.denoised(num_positions, len(run))
+        if request.marks is not None:
+            request.mark(now, span, len(run), bool(before.token_ids))
         if request.first_token_ns is None and run:
             request.first_token_ns = now
         if len(committed) >= request.table.seal_at:
