@@ -1,4 +1,4 @@
-"""The frontend image is really built, and answers as a container that may write nothing but /tmp."""
+"""The frontend image is really built, and answers from a container that may write to /tmp alone."""
 
 from __future__ import annotations
 
