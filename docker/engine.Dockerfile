@@ -5,8 +5,9 @@
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 FROM ${BASE_IMAGE} AS build
-# requirements/cpu.lock and an index of CPU builds of torch in a pip.conf make an engine without CUDA.
+# requirements/cpu.lock and torch's index of CPU builds make an engine without CUDA (compose.yaml).
 ARG LOCK=requirements/gpu.lock
+ARG PIP_EXTRA_INDEX_URL
 # engine,flash adds FlashAttention 4 (compute capability 9 and 10).
 ARG EXTRAS=engine
 WORKDIR /src
