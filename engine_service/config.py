@@ -75,6 +75,8 @@ class EngineConfig:
     """Address to listen on."""
     engine_port: int = 50061
     """Port of the engine's gRPC services; 0 takes a free one."""
+    vllm_facade: bool = False
+    """Serve vllm.grpc.engine.VllmEngine too, by which gateways such as SMG drive an engine."""
     reflection: bool = False
     """Serve gRPC reflection."""
     max_message_bytes: int = 64 << 20

@@ -18,6 +18,7 @@ from engine_service.server.rank_process import RANK_MODULE, RankProcess
 from engine_service.server.servicer import EngineServicer
 from engine_service.server.servicer_info import AdminServicer, InfoServicer, KvEventServicer
 from engine_service.server.state import SERVING, EngineState, Snapshot
+from engine_service.server.vllm_engine.servicer import add_vllm_engine
 from tidemill.runtime.errors import Unavailable
 from tidemill.runtime.health import Health
 from tidemill.runtime.parsing import MalformedRequests
@@ -74,6 +75,8 @@ class EngineServer:
         engine_pb2_grpc.add_EngineInfoServiceServicer_to_server(InfoServicer(desk), server)
         engine_pb2_grpc.add_KvEventServiceServicer_to_server(KvEventServicer(), server)
         engine_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(), server)
+        if config.vllm_facade:
+            _LOG.info("serving %s for gateways", add_vllm_engine(desk, server))
         await self._health.register(server, reflection=_NAMES if config.reflection else ())
         self.port = bind(server, config.host, config.engine_port, flag="--engine-port")
         await server.start()
