@@ -30,6 +30,16 @@ def buf_lint(root: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([buf, "lint"], cwd=root, capture_output=True, text=True, check=False)
 
 
+def buf_breaking(root: Path) -> subprocess.CompletedProcess[str]:
+    """Compares with the release whose image is kept."""
+    buf = str(Path(sys.executable).with_name("buf"))
+    image = str(ROOT / "tests" / "fixtures" / "golden" / "release.binpb")
+    return subprocess.run(
+        [buf, "breaking", "--against", image],
+        cwd=root, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "proto", tmp_path / "proto")
@@ -62,6 +72,30 @@ def test_lint_sees_a_breach(copy: Path) -> None:
     with (copy / "proto" / "tidemill" / "v1" / "text.proto").open("a") as file:
         file.write("message lower_case {}\n")
     assert "lower_case" in buf_lint(copy).stdout
+
+
+def test_contracts_break_nobody() -> None:
+    """Clients and servers of the last release: see CONTRIBUTING.md for how a release is kept."""
+    done = buf_breaking(ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("engine", "  uint64 handle = 1;\n  GenerateSpec spec = 2;", "  GenerateSpec spec = 2;",
+         'field "1" with name "handle" on message "Submit" was deleted'),
+        ("engine", "string stop_string = 3;", "bytes stop_string = 3;", "changed type"),
+        ("text", "rpc Tokenize(", "rpc Split(", '"Tokenize"'),
+    ],
+)  # fmt: skip
+def test_a_break_is_seen(copy: Path, file: str, old: str, new: str, said: str) -> None:
+    proto = copy / "proto" / "tidemill" / "v1" / f"{file}.proto"
+    assert old in proto.read_text()
+    proto.write_text(proto.read_text().replace(old, new, 1))
+    done = buf_breaking(copy)
+    assert done.returncode
+    assert said in done.stdout, done.stdout + done.stderr
 
 
 def test_configuration_page_is_generated(tmp_path: Path) -> None:
