@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import grpc
 import uvicorn
 
+from frontend.api.grpc_oip import OIP_SERVICE, add_oip_service
 from frontend.api.grpc_text import SERVICE, add_text_service
 from frontend.api.routes import build_http
 from frontend.config import FrontendConfig
@@ -114,7 +115,9 @@ class FrontendServer:
     async def _open(self, listener: socket.socket) -> None:
         config = self._config
         add_text_service(self.desk, self._grpc)
-        await self._health.register(self._grpc, reflection=(SERVICE,) if config.reflection else ())
+        add_oip_service(self.desk, self._grpc)
+        names = (SERVICE, OIP_SERVICE)
+        await self._health.register(self._grpc, reflection=names if config.reflection else ())
         self._health.tell("liveness", True)
         self.grpc_port = bind(self._grpc, config.host, config.grpc_port, flag="--grpc-port")
         self.http_port = listener.getsockname()[1]

@@ -12,17 +12,17 @@ STUBS = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
 
 
 def drift(root: Path, scratch: Path) -> list[str]:
-    """Stubs in tidemill/v1 that differ from what proto/ generates."""
+    """Stubs in tidemill/v1 and tidemill/oip that differ from what proto/ generates."""
     protos = sorted(
-        path.relative_to(root).as_posix() for path in root.glob("proto/tidemill/v1/*.proto")
+        path.relative_to(root).as_posix() for path in root.glob("proto/tidemill/*/*.proto")
     )
     out = [f"--{kind}_out={scratch}" for kind in ("python", "pyi", "grpc_python")]
     command = [sys.executable, "-m", "grpc_tools.protoc", "-Iproto", *out, *protos]
     subprocess.run(command, cwd=root, check=True)
-    fresh = sorted((scratch / "tidemill" / "v1").iterdir())
+    fresh = sorted((scratch / "tidemill").glob("*/*"))
     assert len(fresh) == len(STUBS) * len(protos)
-    kept = root / "tidemill" / "v1"
-    return [f.name for f in fresh if f.read_bytes() != (kept / f.name).read_bytes()]
+    pairs = [(file, root / file.relative_to(scratch)) for file in fresh]
+    return [new.name for new, kept in pairs if new.read_bytes() != kept.read_bytes()]
 
 
 def buf_lint(root: Path) -> subprocess.CompletedProcess[str]:
@@ -43,7 +43,8 @@ def buf_breaking(root: Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "proto", tmp_path / "proto")
-    shutil.copytree(ROOT / "tidemill" / "v1", tmp_path / "tidemill" / "v1")
+    for name in ("v1", "oip"):
+        shutil.copytree(ROOT / "tidemill" / name, tmp_path / "tidemill" / name)
     shutil.copy(ROOT / "buf.yaml", tmp_path)
     (tmp_path / "scratch").mkdir()
     return tmp_path
