@@ -33,6 +33,7 @@ from frontend.api.oip import (
     unpack,
 )
 from frontend.desk import FrontDesk
+from frontend.gate import Gate
 from frontend.request import Ingress
 from frontend.validation import check_streamed
 from tidemill import __version__
@@ -150,9 +151,9 @@ class OipServicer(TextServicer):
         return to_asked(model.name, _tensors(request), kept), parameters
 
 
-def add_oip_service(desk: FrontDesk, server: grpc.aio.Server) -> None:
+def add_oip_service(desk: FrontDesk, server: grpc.aio.Server, gate: Gate) -> None:
     """Registers GRPCInferenceService beside TextService."""
-    servicer, handlers = OipServicer(desk), {}
+    servicer, handlers = OipServicer(desk, gate), {}
     for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
         make = (
             grpc.stream_stream_rpc_method_handler

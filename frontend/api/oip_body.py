@@ -90,7 +90,7 @@ def read_infer(content: bytes, headers: Mapping[str, str]) -> Read:
                 param=_SIZE,
             )
         content_of = bytes(raw[used : used + size])
-        tensors.append(unpack(one.name, one.valuestype, tuple(one.shape), content_of))
+        tensors.append(unpack(one.name, one.datatype, tuple(one.shape), content_of))
         used += size
     if used != len(raw):
         raise InvalidRequest(f"{len(raw) - used} bytes behind the JSON belong to no input")
@@ -140,7 +140,7 @@ def _output(tensor: Tensor, read: Read, raw: list[bytes]) -> dict[str, Any]:
 def _of_json(one: InputBody) -> Tensor:
     if one.values is None:
         raise InvalidRequest(f"{one.name} has neither data nor {_SIZE}", param="data")
-    return checked(Tensor(one.name, one.valuestype, tuple(one.shape), list(_flat(one.values))))
+    return checked(Tensor(one.name, one.datatype, tuple(one.shape), list(_flat(one.values))))
 
 
 def _flat(values: list[Any]) -> Iterator[Any]:

@@ -18,7 +18,7 @@ STUB_IMPORTERS = (
     (r"engine_service/server/convert(_\w+)?\.py", r"engine_pb2"),
     (r"engine_service/server/(launch|servicer\w*)\.py", r"engine_pb2_grpc"),
     (r"engine_service/server/vllm_engine/convert_out\.py", r"common_pb2|vllm_engine_pb2(_grpc)?"),
-    (r"frontend/engine_(client|convert|pool)\.py", r"engine_pb2(_grpc)?"),
+    (r"frontend/engine_(client|convert|events|pool|slots)\.py", r"engine_pb2(_grpc)?"),
     (r"frontend/api/grpc_text\w*\.py", r"(engine|text)_pb2(_grpc)?"),
     (r"frontend/api/grpc_oip\w*\.py", r"open_inference_pb2"),
     (r"tidemill/client\.py", r"(engine|text)_pb2(_grpc)?"),
@@ -30,8 +30,8 @@ STUB_IMPORTERS = (
 """Which files may import which generated modules; nobody else may import any."""
 
 OPTIONAL_WHEELS = {
-    "flash_attn", "flash_attn_interface", "grpc_reflection", "huggingface_hub", "opentelemetry",
-    "sentencepiece", "smg_grpc_proto", "tokenizers", "tqdm",
+    "flash_attn", "flash_attn_interface", "grpc_reflection", "huggingface_hub",
+    "kubernetes_asyncio", "opentelemetry", "sentencepiece", "smg_grpc_proto", "tokenizers", "tqdm",
     "transformers",
 }  # fmt: skip
 """What only some installations have, or only some runs need."""
