@@ -44,8 +44,8 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "quality": Benchmark(
             "QualityOptions", "exact match per task, and tokens per forward", False
         ),
-        "serve": Benchmark(
-            "ServeOptions", "throughput of HTTP streams beside the same requests offline"
+        "online": Benchmark(
+            "OnlineOptions", "throughput of HTTP streams beside the same requests offline"
         ),
         "stack": Benchmark(
             "StackOptions", "the services around a simulated model of fixed step time", False

@@ -12,28 +12,22 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import Any
 
 from engine_service.config import EngineConfig
 from tidemill.bench.engines import open_engine
-from tidemill.bench.services import Services, running_services
+from tidemill.bench.percentiles import percentiles_ms
+from tidemill.bench.services import Services, services_of
 from tidemill.bench.sets import RequestSet, fixed, request_sets
-from tidemill.bench.shapes import read_shape, shape_folder
 from tidemill.bench.streams import Observed, Request, stream_all
-from tidemill.bench.tokenizer import write_tokenizer
 from tidemill.runtime.errors import InvalidRequest
-
-_PERCENTS = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """Flags of `tidemill bench serve`, beside those of the engine."""
+class OnlineOptions:
+    """Flags of `tidemill bench online`, beside those of the engine."""
 
     set: str | None = None
     """Request sets, separated by commas (mixed256); without it, equal requests."""
@@ -56,7 +50,7 @@ class ServeOptions:
     """Runs of each kind; the best one counts."""
 
 
-def run(options: ServeOptions, config: EngineConfig) -> dict[str, Any]:
+def run(options: OnlineOptions, config: EngineConfig) -> dict[str, Any]:
     """The figures of every set.
 
     Raises InvalidRequest for values that cannot work, RuntimeError when tokens are missing or a
@@ -73,7 +67,8 @@ def run(options: ServeOptions, config: EngineConfig) -> dict[str, Any]:
         max_rows=config.max_rows or options.concurrency,
     )
     facts, alone = _in_own_process(options, config, sets)
-    with _served(options, config) as services:
+    print("starting the services ...", file=sys.stderr)
+    with services_of(config, options.frontends, options.shape) as services:
         rows = [
             _compared(requests, seconds, _online(options, services, requests))
             for requests, seconds in zip(sets, alone, strict=True)
@@ -105,13 +100,13 @@ def _listed(percentiles: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:,.1f}" for name, value in percentiles.items())
 
 
-def _equal(options: ServeOptions) -> RequestSet:
+def _equal(options: OnlineOptions) -> RequestSet:
     lengths = options.requests, options.input_len, options.output_len
     return RequestSet("x".join(map(str, lengths)), *fixed(*lengths))
 
 
 def _in_own_process(
-    options: ServeOptions, config: EngineConfig, sets: list[RequestSet]
+    options: OnlineOptions, config: EngineConfig, sets: list[RequestSet]
 ) -> tuple[dict[str, Any], list[list[float]]]:
     """What the engine was, and the seconds of every run of every set."""
     context = multiprocessing.get_context("spawn")
@@ -120,7 +115,7 @@ def _in_own_process(
 
 
 def _offline(
-    options: ServeOptions, config: EngineConfig, sets: list[RequestSet]
+    options: OnlineOptions, config: EngineConfig, sets: list[RequestSet]
 ) -> tuple[dict[str, Any], list[list[float]]]:
     from tidemill.sampling_params import SamplingParams
 
@@ -143,22 +138,7 @@ def _offline(
         return engine.figures(), seconds
 
 
-@contextmanager
-def _served(options: ServeOptions, config: EngineConfig) -> Iterator[Services]:
-    """The services; a shape gets random weights, as offline, and a tokenizer of its size."""
-    print("starting the services ...", file=sys.stderr)
-    if options.shape is None:
-        with running_services(config, options.frontends) as services:
-            yield services
-        return
-    with shape_folder(options.shape) as folder:
-        write_tokenizer(folder, read_shape(options.shape)["vocab_size"])
-        config = replace(config, model=str(folder), load_format="dummy")
-        with running_services(config, options.frontends) as services:
-            yield services
-
-
-def _online(options: ServeOptions, services: Services, requests: RequestSet) -> dict[str, Any]:
+def _online(options: OnlineOptions, services: Services, requests: RequestSet) -> dict[str, Any]:
     """The figures of the best run, and the seconds of all."""
     asked = [
         Request(prompt, length, options.temperature)
@@ -209,14 +189,4 @@ def _compared(requests: RequestSet, alone: list[float], online: dict[str, Any]) 
         "ratio": round(min(alone) / online["seconds"], 4),
         "offline": offline,
         "online": online,
-    }
-
-
-def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
-    """p50, p90 and p99 in milliseconds, each a value that was seen; empty for no values."""
-    ordered = sorted(seconds)
-    return {
-        f"p{percent}": round(1e3 * ordered[ceil(percent * len(ordered) / 100) - 1], 3)
-        for percent in _PERCENTS
-        if ordered
     }

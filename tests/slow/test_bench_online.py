@@ -1,4 +1,4 @@
-"""`tidemill bench serve` from end to end: real processes, a simulated model."""
+"""`tidemill bench online` from end to end: real processes, a simulated model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_online_beside_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "repeats": 1,
         "json": file,
     }
-    assert bench.run(["serve", *(f"--{name}={value}" for name, value in words.items())]) == 0
+    assert bench.run(["online", *(f"--{name}={value}" for name, value in words.items())]) == 0
     found = json.loads(file.read_text())
     (row,) = found["sets"]
     assert (found["max_rows"], row["output_tokens"]) == (8, REQUESTS * OUTPUT_LEN)
