@@ -36,6 +36,8 @@ NOT_MEASURED = frozenset(
 )
 """Fields of EngineConfig that are no flags of a benchmark: they belong to the service, or would let
 the second run of a set find the first one's prompts."""
+NOT_SERVED = frozenset({"drain_timeout_s", "engine_port", "host", "log_level", "reflection"})
+"""The same for a benchmark that starts services: it chooses these itself."""
 
 
 @dataclass(frozen=True, slots=True)
