@@ -87,7 +87,9 @@ class Options:
     fairness_key: str = ""
     emit_canvas: bool = False
     user: str = ""
-    """Whom the client serves; for the log line only."""
+    """Whom the client serves; for the log line, and for routing where nothing names a session."""
+    session: str = ""
+    """What the client calls requests that share much of their prompts; for routing only."""
 
     @property
     def width(self) -> int:
@@ -168,6 +170,13 @@ class Ingress:
     created: int
     span: Span
     deadline: float | None = None
+    session: str = ""
+    """What the client calls requests that belong together; for routing only."""
+
+
+def session_of(ingress: Ingress, options: Options) -> str:
+    """The name that keeps requests together where routing does so; '' none."""
+    return ingress.session or options.session or options.user
 
 
 class TextPair(NamedTuple):

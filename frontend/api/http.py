@@ -30,6 +30,7 @@ SEND_PIECE = "send_piece"
 """Of a request's state: how the pieces of a body are sent once its head is out."""
 _MAX_ID_CHARS = 128
 _MAX_TIMEOUT_DIGITS = 15
+_MAX_SESSION_CHARS = 256
 _DISCARD_FACTOR = 4
 Result = TypeVar("Result")
 
@@ -135,6 +136,7 @@ class IngressMiddleware:
             created=int(time.time()),
             span=span,
             deadline=deadline,
+            session=request.headers.get("x-session-id", "")[:_MAX_SESSION_CHARS],
         )
 
 
