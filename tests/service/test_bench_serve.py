@@ -99,6 +99,8 @@ async def test_refusals_are_counted_apart(tmp_path: Path, protocol: str, status:
         served.engine.refuse = Full("no room", retry_after_ms=1000)
         url = url_of(served, protocol)
         results = await bench(url, protocol=protocol, rate="20,40", slo_e2e_ms=1e6, seconds=1.0)
+        (flood,) = (await bench(url, protocol=protocol, concurrency="2", seconds=1.0))["points"]
+    assert 2 <= flood["requests"] <= 22, "two streams, each with a tenth of a second's rest"
     for point in results["points"]:
         assert point["failures"][status]["requests"] == point["requests"] > 5
         assert "no room" in point["failures"][status]["said"]

@@ -25,6 +25,8 @@ from tidemill.bench.traffic.target import Face, Target
 
 _TELL_EVERY_S = 0.25
 _SAID_CHARS = 300
+_REST_S = 0.1
+"""Of a stream of a closed loop whose request failed: a server that refuses is not flooded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +107,8 @@ class _Client:
         async def keep_busy() -> None:
             while time.monotonic() < began + share.until_s:
                 asked = self._contents(next(numbers))
-                await self._one(asked, time.monotonic())
+                if not await self._one(asked, time.monotonic()):
+                    await asyncio.sleep(_REST_S)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(share.streams):
@@ -115,7 +118,8 @@ class _Client:
         """All faces write a request in the same way."""
         return self._faces[0].write(self._share.source.take(number))
 
-    async def _one(self, content: Any, due: float) -> None:
+    async def _one(self, content: Any, due: float) -> bool:
+        """Whether it was answered."""
         answer = Answer(due, begun=time.monotonic())
         self._begun += 1
         left = due + self._share.target.timeout_s - answer.begun
@@ -129,6 +133,7 @@ class _Client:
         answer.ended = answer.ended or time.monotonic()
         self._failed += not answer.is_ok
         self._answers.append(answer)
+        return answer.is_ok
 
     async def _ask(self, content: Any, answer: Answer) -> None:
         """The addresses in turn; one that refuses the connection is replaced once, by the next."""
