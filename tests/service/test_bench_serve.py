@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trustme
 
 from engine_service.config import EngineConfig
+from tests.certificates import Authority
 from tests.service.frontends import Stack, stack
 from tests.waiting import free_port
 from tidemill.bench import serve
 from tidemill.bench.serve import ServeOptions, table
 from tidemill.runtime.errors import InvalidRequest, ServiceError, Unavailable
 from tidemill.runtime.errors import Overloaded as Full
+from tidemill.runtime.options import Secret
 
 
 def url_of(served: Stack, protocol: str) -> str:
@@ -191,21 +192,19 @@ async def stranger(tls: ssl.SSLContext | None, heads: list[bytes]) -> AsyncItera
 
 
 async def test_another_server_with_a_key_and_a_certificate(tmp_path: Path) -> None:
-    authority = trustme.CA()
+    authority, other = (Authority(tmp_path, name) for name in ("ca", "other"))
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    authority.issue_cert("localhost").configure_cert(context)
-    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
-    trustme.CA().cert_pem.write_to_path(str(tmp_path / "other.pem"))
+    context.load_cert_chain(*authority.sign("server"))
     heads: list[bytes] = []
     async with stranger(context, heads) as port:
         url = f"https://localhost:{port}/v1"
         asked: dict[str, Any] = {"concurrency": "2", "output_len": 3, "input_len": 2}
-        trusting = asked | {"ca_file": str(tmp_path / "ca.pem")}
-        results = await bench(url, api_key="right", **trusting)
+        trusting = asked | {"tls_ca": authority.path}
+        results = await bench(url, api_key=Secret("right"), **trusting)
         with pytest.raises(InvalidRequest, match="answered 401: no go"):
-            await bench(url, api_key="wrong", **trusting)
+            await bench(url, api_key=Secret("wrong"), **trusting)
         with pytest.raises(ServiceError, match="CERTIFICATE_VERIFY_FAILED"):
-            await bench(url, api_key="right", **asked, ca_file=str(tmp_path / "other.pem"))
+            await bench(url, api_key=Secret("right"), **asked, tls_ca=other.path)
     (point,) = results["points"]
     assert point["ok"] == point["requests"] > 4
     assert results["model"] == "theirs"
@@ -213,3 +212,23 @@ async def test_another_server_with_a_key_and_a_certificate(tmp_path: Path) -> No
     assert point["tpot_ms"]["p50"] == pytest.approx(50, rel=0.5)
     assert heads[1].startswith(b"POST /v1/completions HTTP/1.1\r\n")
     assert "right" not in json.dumps(results)
+
+
+async def test_keys_and_mutual_tls_of_a_frontend(tmp_path: Path) -> None:
+    """Both faces; who shows no certificate, or another key, is told so before any load."""
+    authority = Authority(tmp_path / "pki", "ca")
+    server, own = authority.sign("server"), authority.sign("client")
+    flags = {"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": authority.path}
+    async with stack(tmp_path, **flags, api_key=Secret("open sesame")) as served:
+        shown = {"tls_ca": authority.path, "client_cert": own.cert, "client_key": own.key}
+        asked: dict[str, Any] = {"concurrency": "2", "output_len": 3}
+        for protocol in ("http", "grpc"):
+            url = url_of(served, protocol).replace("http:", "https:")
+            asked["protocol"] = protocol
+            found = await bench(url, api_key=Secret("open sesame"), **asked, **shown)
+            (point,) = found["points"]
+            assert point["ok"] == point["requests"] > 4
+            with pytest.raises(ServiceError, match=r"401|key"):
+                await bench(url, api_key=Secret("sesame"), **asked, **shown)
+            with pytest.raises(ServiceError, match=r"cannot reach|connect"):
+                await bench(url, api_key=Secret("open sesame"), **asked, tls_ca=authority.path)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,6 +18,7 @@ from tidemill.bench.traffic.target import Target
 from tidemill.exchange import CallOptions, chat_fields, text_fields
 from tidemill.runtime.rpc import channel_options
 from tidemill.sampling_params import SamplingParams
+from tidemill.security.client_tls import open_channel
 from tidemill.v1 import text_pb2 as pb
 from tidemill.v1 import text_pb2_grpc as rpc
 
@@ -31,13 +31,9 @@ _NOT_REACHED = "failed to connect"
 
 
 def channel(target: Target, url: str, *options: tuple[str, int]) -> grpc.aio.Channel:
-    """A channel to one address. Raises OSError for a file of certificates that cannot be read."""
-    parts = urlsplit(url)
+    """A channel to one address. Raises FailedPrecondition for certificates that do not serve."""
     every = [*channel_options(_MAX_MESSAGE_BYTES), *options]
-    if parts.scheme != "https":
-        return grpc.aio.insecure_channel(parts.netloc, every)
-    roots = Path(target.ca_file).read_bytes() if target.ca_file else None
-    return grpc.aio.secure_channel(parts.netloc, grpc.ssl_channel_credentials(roots), every)
+    return open_channel(urlsplit(url).netloc, every, target.tls_of(url))
 
 
 def key_metadata(target: Target) -> tuple[tuple[str, str], ...]:

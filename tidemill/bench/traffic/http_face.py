@@ -16,7 +16,7 @@ import orjson
 
 from tidemill.bench.traffic.answer import CONNECTION, OK, Answer
 from tidemill.bench.traffic.asked import Asked
-from tidemill.bench.traffic.target import Target, tls_context
+from tidemill.bench.traffic.target import Target
 
 _SAID_CHARS = 300
 _KEPT_BYTES = 8192
@@ -29,7 +29,7 @@ class HttpFace:
     def __init__(self, target: Target, url: str) -> None:
         parts = urlsplit(url)
         self._target = target
-        self._tls = tls_context(target.ca_file) if parts.scheme == "https" else None
+        self._tls = target.context_of(url)
         self._address = parts.hostname or "", parts.port or (443 if self._tls else 80)
         path = parts.path.rstrip("/").removesuffix("/v1")
         path += "/v1/chat/completions" if target.is_chat else "/v1/completions"

@@ -10,7 +10,7 @@ import grpc
 import httpx
 
 from tidemill.bench.traffic.grpc_face import channel, key_metadata
-from tidemill.bench.traffic.target import Target, tls_context
+from tidemill.bench.traffic.target import Target
 from tidemill.runtime.errors import InvalidRequest, Unavailable
 from tidemill.runtime.rpc import to_error
 from tidemill.v1 import text_pb2 as pb
@@ -31,7 +31,7 @@ def first_model(target: Target) -> str:
 def _over_http(target: Target) -> str:
     url = target.urls[0].rstrip("/").removesuffix("/v1") + "/v1/models"
     headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
-    verify = tls_context(target.ca_file) if url.startswith("https:") else True
+    verify = target.context_of(url) or True
     try:
         answer = httpx.get(url, headers=headers, verify=verify, timeout=_PATIENCE_S)
         if answer.status_code == 200:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
 from tidemill.bench.traffic import points as planned
 from tidemill.bench.traffic.asked import Lengths, read_trace
 from tidemill.runtime.errors import InvalidRequest
+from tidemill.runtime.options import Secret
 
 _SECONDS = 30.0
 _STREAMS = "8"
@@ -91,10 +92,15 @@ class ServeOptions:
     """Of one request, from when it was due."""
     served_model: str | None = None
     """Name in the requests; default: the first one that the server lists."""
-    api_key: str | None = field(default=None, repr=False)
-    """Key for the server; TIDEMILL_API_KEY keeps it out of the list of processes."""
-    ca_file: str | None = None
-    """Certificates to trust with https (PEM); default: the system's."""
+    api_key: Secret | None = None
+    """Key for the server; better given as the variable TIDEMILL_API_KEY, because other users of the
+    machine see command lines."""
+    tls_ca: str | None = None
+    """With https: PEM file of the CA of the server's certificate; default: public CAs."""
+    client_cert: str | None = None
+    """With https: PEM file of a certificate to show to a server with mTLS."""
+    client_key: str | None = None
+    """PEM file of that certificate's key."""
     load_seed: int = 0
     """Seed of arrivals, lengths and prompts."""
     plot: str | None = None

@@ -28,6 +28,7 @@ from tidemill.bench.traffic.points import Point
 from tidemill.bench.traffic.target import Target
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.runtime.options import settings_of
+from tidemill.security.client_tls import ClientTls
 
 _BUSY_SHARE = 0.8
 _LATE_MS = 20.0
@@ -87,7 +88,7 @@ def _target(options: ServeOptions, urls: tuple[str, ...]) -> Target:
         ignore_eos=options.ignore_eos,
         timeout_s=options.timeout_s,
         api_key=options.api_key,
-        ca_file=options.ca_file,
+        tls=ClientTls(options.tls_ca, options.client_cert, options.client_key),
     )
     return target if target.model else replace(target, model=first_model(target))
 

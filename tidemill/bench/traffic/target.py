@@ -5,9 +5,11 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from tidemill.bench.traffic.answer import Answer
 from tidemill.bench.traffic.asked import Asked
+from tidemill.security.client_tls import ClientTls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +17,7 @@ class Target:
     """Pickled for the client processes; never written to a file."""
 
     urls: tuple[str, ...]
+    """http or https; TLS with gRPC too."""
     is_grpc: bool
     is_chat: bool
     model: str
@@ -23,7 +26,21 @@ class Target:
     timeout_s: float
     """Of one request, from when it was due."""
     api_key: str | None = field(default=None, repr=False)
-    ca_file: str | None = None
+    tls: ClientTls = field(default_factory=ClientTls)
+
+    def tls_of(self, url: str) -> ClientTls | None:
+        """How a connection to this address is made sure of; None: not at all."""
+        return self.tls if urlsplit(url).scheme == "https" else None
+
+    def context_of(self, url: str) -> ssl.SSLContext | None:
+        """The same for HTTP. Raises FailedPrecondition naming files that do not serve."""
+        if (tls := self.tls_of(url)) is None:
+            return None
+        tls.credentials()  # names what is wrong with the files
+        context = ssl.create_default_context(cafile=tls.ca)
+        if tls.cert is not None:
+            context.load_cert_chain(tls.cert, tls.key)
+        return context
 
 
 class Face(Protocol):
@@ -34,8 +51,3 @@ class Face(Protocol):
     async def ask(self, content: Any, answer: Answer) -> None: ...
 
     async def close(self) -> None: ...
-
-
-def tls_context(ca_file: str | None) -> ssl.SSLContext:
-    """Trusts the certificates in `ca_file` (PEM), or else those of the system."""
-    return ssl.create_default_context(cafile=ca_file)
