@@ -53,6 +53,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "load on a running server: latencies, throughput, goodput",
             hidden=NOT_SERVED,
         ),
+        "tracing": Benchmark(
+            "TracingOptions", "CPU per request with tracing off, sampled, always", False
+        ),
         "stack": Benchmark(
             "StackOptions", "the services around a simulated model of fixed step time", False
         ),
