@@ -80,7 +80,7 @@ def test_json_without_binary_tensors(url: str) -> None:
     wanted = [face.InferRequestedOutput("text_output", binary_data=False)]
     with face.InferenceServerClient(url.removeprefix("http://")) as client:
         answer = client.infer("demo", [asked], outputs=wanted, parameters=GREEDY)
-        assert said(answer)[0]
+        assert isinstance(answer.as_numpy("text_output")[0], str)
 
 
 def test_refusals(face: ModuleType, client: Any) -> None:
