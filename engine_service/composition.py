@@ -15,6 +15,7 @@ from tidemill.runtime.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from engine_service.core.constraint import Grammars, MaskMaker
+    from engine_service.core.control import Profiler
     from engine_service.core.pool_admission import Reception
     from engine_service.core.scheduler import Scheduler
     from engine_service.worker.checkpoint import Checkpoint, Report
@@ -26,6 +27,8 @@ class Engine:
 
     scheduler: Scheduler
     executor: Executor
+    profiler: Profiler | None
+    """None: there is nothing to profile."""
     facts: EngineFacts
 
 
@@ -63,7 +66,20 @@ def compose(config: EngineConfig, report: Report) -> Engine:
             age_bound_s=config.age_bound_s,
         ),
     )
-    return Engine(scheduler=scheduler, executor=parts.executor, facts=facts)
+    return Engine(
+        scheduler=scheduler,
+        executor=parts.executor,
+        profiler=_make_profiler(config, facts),
+        facts=facts,
+    )
+
+
+def _make_profiler(config: EngineConfig, facts: EngineFacts) -> Profiler | None:
+    from engine_service.worker.profiler import TorchProfiler
+
+    if config.executor == "simulated":
+        return None
+    return TorchProfiler(records_cuda=facts.device.startswith("cuda"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,13 @@ def _serve(pipe: BlockingPipe) -> int:
         return 1
     _calm_the_collector()
     pipe.send([Ready(engine.facts)])
-    CoreLoop(inbox=pipe, outbox=pipe, scheduler=engine.scheduler, executor=engine.executor).run()
+    CoreLoop(
+        inbox=pipe,
+        outbox=pipe,
+        scheduler=engine.scheduler,
+        executor=engine.executor,
+        profiler=engine.profiler,
+    ).run()
     return 0
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
+from engine_service.core.control import Answer, Ask
+from engine_service.core.journal import KvEvents
 from engine_service.core.messages import (
     Abort,
     Fatal,
@@ -27,6 +29,7 @@ from engine_service.core.messages import (
     Submit,
 )
 from engine_service.pipe import Unframer, frame
+from engine_service.server.asks import Asks
 from engine_service.server.outlet import TOKEN_BYTES, StepRows
 from engine_service.server.state import NO_LOAD
 from tidemill.runtime.errors import EngineDead, ServiceError
@@ -73,6 +76,8 @@ class CoreListener(Protocol):
 
     def ready(self, ready: Ready) -> None: ...
 
+    def kv_changed(self, told: KvEvents) -> None: ...
+
     def lost(self, error: EngineDead) -> None: ...
 
 
@@ -85,7 +90,8 @@ class CoreClient(asyncio.Protocol):
         self._post_mortem = post_mortem
         self._unframer = Unframer()
         self._transport: asyncio.Transport | None = None
-        self._commands: list[Submit | Abort | Shutdown] = []
+        self._commands: list[Submit | Abort | Shutdown | Ask] = []
+        self.asks = Asks(self._send)
         self._keys = itertools.count(1)
         self._routes: dict[int, Route] = {}
         self._live_ids: dict[str, set[int]] = {}
@@ -181,6 +187,10 @@ class CoreClient(asyncio.Protocol):
                     self._listener.progressed(event)
                 case Ready():
                     self._listener.ready(event)
+                case KvEvents():
+                    self._listener.kv_changed(event)
+                case Answer():
+                    self.asks.settle(event)
                 case Fatal():
                     self._last_words = event.message
                 case _:
@@ -190,12 +200,15 @@ class CoreClient(asyncio.Protocol):
         cause = self._last_words or self._post_mortem()
         self.lost = EngineDead(f"the engine core is gone: {cause}")
         self.fail_all(self.lost)
+        self.asks.fail_all(self.lost)
         self._listener.lost(self.lost)
 
     # ------------------------------------------------------------ inside
 
-    def _send(self, command: Submit | Abort | Shutdown) -> None:
-        """Commands of one turn of the event loop share a frame."""
+    def _send(self, command: Submit | Abort | Shutdown | Ask) -> None:
+        """Commands of one turn of the event loop share a frame. Raises EngineDead."""
+        if self.lost is not None and isinstance(command, Ask):
+            raise self.lost
         if not self._commands:
             asyncio.get_running_loop().call_soon(self._flush)
         self._commands.append(command)

@@ -14,8 +14,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine_service.config import EngineConfig
+from engine_service.core.control import SnapshotPages
+from engine_service.core.journal import KvEvents
 from engine_service.core.messages import EngineFacts, Progress, Ready, Submit
 from engine_service.server.core_client import CoreClient, Sink
+from engine_service.server.kv_feed import KvFeed
 from engine_service.server.outlet import Draining, LoadReport
 from engine_service.server.request_trace import trace_request
 from engine_service.server.state import SERVING, EngineState, StateBoard
@@ -49,7 +52,11 @@ class Desk:
         self.started_unix_ns = time.time_ns()
         self.board = StateBoard()
         self.core = CoreClient(self, post_mortem=post_mortem)
+        self.kv_feed = KvFeed(lambda seen: self.core.asks.ask(SnapshotPages(), seen))
         self.dead = asyncio.Event()
+        self.stop = asyncio.Event()
+        """Somebody wants the process to drain and end."""
+        self.drain_timeout_s = config.drain_timeout_s
         self.facts: EngineFacts | None = None
         self.tokenizer: TokenizerFiles | ServiceError | None = None
         self.sessions: dict[str, OpenSession] = {}
@@ -105,16 +112,24 @@ class Desk:
                 for session in self.sessions.values():
                     session.notify(report)
 
+    def ask_to_stop(self, drain_timeout_s: float) -> None:
+        """Drains at once, and lets the process end as after SIGTERM."""
+        self.drain_timeout_s = drain_timeout_s
+        if self.board.state is not EngineState.DRAINING:
+            self.drain()
+        self.stop.set()
+
     def drain(self) -> None:
         """No new work from here on; sessions are told."""
         self.board.move(EngineState.DRAINING, f"{self.core.num_live} requests still run")
-        notice = Draining(int(self.config.drain_timeout_s * 1000))
+        notice = Draining(int(self.drain_timeout_s * 1000))
         for session in self.sessions.values():
             session.notify(notice)
 
     def close_sessions(self, error: ServiceError | None = None) -> None:
         for session in list(self.sessions.values()):
             session.close(error)
+        self.kv_feed.close(error)
 
     def _finished_text(self) -> str:
         """The counters of ended requests, for people and tests: `finished: length=3 deadline=1`."""
@@ -141,6 +156,9 @@ class Desk:
         self.facts = facts
         if self.board.state is EngineState.LOADING:
             self.board.move(EngineState.READY, self._finished_text())
+
+    def kv_changed(self, told: KvEvents) -> None:
+        self.kv_feed.publish(told)
 
     def lost(self, error: EngineDead) -> None:
         self.dead.set()

@@ -47,6 +47,7 @@ class Snapshot(NamedTuple):
     state: EngineState
     detail: str
     load: Load
+    paused: bool = False
 
 
 class IllegalMove(AssertionError):
@@ -79,6 +80,10 @@ class StateBoard:
         else:
             detail = self.snapshot.detail
         self._publish(self.snapshot._replace(state=state, detail=detail, load=load))
+
+    def pause(self, is_paused: bool) -> None:
+        """Nothing new is started while it is paused; the state says what it would else."""
+        self._publish(self.snapshot._replace(paused=is_paused))
 
     def _publish(self, snapshot: Snapshot) -> None:
         if snapshot == self.snapshot:

@@ -15,7 +15,7 @@ FUNCTION_LINES, INIT_LINES, RUNTIME_LINES = 50, 12, 540
 
 STUB_IMPORTERS = (
     (r"engine_service/server/convert(_\w+)?\.py", r"engine_pb2"),
-    (r"engine_service/server/(launch|servicer\w*)\.py", r"engine_pb2_grpc"),
+    (r"engine_service/server/(launch|sideline|servicer\w*)\.py", r"engine_pb2_grpc"),
     (r"frontend/engine_(client|convert|pool)\.py", r"engine_pb2(_grpc)?"),
     (r"frontend/api/grpc_text\w*\.py", r"(engine|text)_pb2(_grpc)?"),
     (r"tidemill/client\.py", r"(engine|text)_pb2(_grpc)?"),
