@@ -92,6 +92,16 @@ class EngineConfig:
     """ZeroMQ address where readers of kv_events_zmq get what they missed (tcp://*:5558)."""
     kv_events_topic: str = ""
     """First frame of what is published; llm-d wants kv@<pod>@<model>."""
+    tls_cert: str | None = None
+    """PEM file of this server's certificate and its chain; TLS on all ports but --health-port. Read
+    again when it changes, like the next two."""
+    tls_key: str | None = None
+    """PEM file of the certificate's key."""
+    tls_client_ca: str | None = None
+    """PEM file of CAs; callers must show a certificate that one of them signed (mTLS)."""
+    health_port: int | None = None
+    """Plaintext port that serves grpc.health.v1 alone, for probes that speak no TLS; 0 takes a free
+    one; default: none."""
     reflection: bool = False
     """Serve gRPC reflection."""
     max_message_bytes: int = 64 << 20

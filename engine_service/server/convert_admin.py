@@ -9,7 +9,7 @@ from tidemill.v1 import engine_pb2 as pb
 
 def pause_mode(request: pb.PauseRequest) -> PauseMode:
     """Raises InvalidRequest where none is named: aborting is not to be had by omission."""
-    if request.mode not in tuple(PauseMode):
+    if int(request.mode) not in tuple(map(int, PauseMode)):
         raise InvalidRequest(
             "mode must be PAUSE_MODE_ABORT, PAUSE_MODE_WAIT or PAUSE_MODE_KEEP", param="mode"
         )

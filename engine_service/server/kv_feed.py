@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from engine_service.core.journal import KvEvent, KvEvents
@@ -40,8 +40,8 @@ class Listener(Protocol):
 
 
 class KvFeed:
-    """publish, follow. `snapshot` asks the core for its index; the first one makes it tell of
-    changes, so before anybody follows they cost nothing."""
+    """publish, follow, listen. `snapshot` asks the core for its index; the first one makes it tell
+    of changes, so before anybody follows they cost nothing."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -74,6 +74,18 @@ class KvFeed:
         self._is_open, self._error = False, error
         self._wake()
 
+    async def listen(self, listener: Listener) -> None:
+        """From here on `listener` is told of every batch, first of all what the index holds now."""
+
+        def seen(events: list[KvEvent]) -> Shown:
+            self._is_told = True
+            if events:
+                listener(KvBatch(self._next_seq - 1, time.time(), events))
+            self.listeners.append(listener)
+            return self._next_seq - 1, events
+
+        await self._snapshot(seen)
+
     async def show(self) -> Shown:
         """The number of the last batch, and the index as it was behind it."""
 
@@ -83,7 +95,7 @@ class KvFeed:
 
         return await self._snapshot(seen)
 
-    async def follow(self, start_seq: int) -> AsyncIterator[KvBatch]:
+    async def follow(self, start_seq: int) -> AsyncGenerator[KvBatch, None]:
         """Batches from `start_seq` on, for ever. What cannot be told any more is replaced by a
         snapshot, whose first piece says `gap`; so is everything for readers that begin at 0."""
         seq = start_seq

@@ -11,6 +11,7 @@ from engine_service.config import EngineConfig
 from engine_service.server.desk import Desk
 from engine_service.server.kv_zmq import KvPublisher
 from engine_service.server.servicer_admin import AdminServicer
+from engine_service.server.state import SERVING
 from tidemill.runtime.parsing import MalformedRequests
 from tidemill.runtime.rpc import bind, server_options
 from tidemill.v1 import engine_pb2_grpc
@@ -27,25 +28,35 @@ class Sideline:
         self._telling: asyncio.Task[object] | None = None
         self.admin_port: int | None = None
 
-    async def open(self) -> None:
-        """Raises FailedPrecondition when an address is taken."""
+    async def open(self, credentials: grpc.ServerCredentials | None) -> None:
+        """Raises FailedPrecondition when an address is taken. `credentials` as on the main port."""
         config, desk = self._config, self._desk
         if config.admin_port is not None:
             options = server_options(config.max_message_bytes)
             self._admin = grpc.aio.server(interceptors=(MalformedRequests(),), options=options)
             engine_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(desk), self._admin)
-            self.admin_port = bind(self._admin, config.host, config.admin_port, flag="--admin-port")
+            self.admin_port = bind(
+                self._admin,
+                config.host,
+                config.admin_port,
+                flag="--admin-port",
+                credentials=credentials,
+            )
             await self._admin.start()
         if config.kv_events_zmq is not None:
             endpoint, replay = config.kv_events_zmq, config.kv_events_replay
             self._publisher = KvPublisher(endpoint, replay, config.kv_events_topic)
 
     def listen(self) -> None:
-        """Call it when the pipe to the core is open, ahead of any request: the index is empty then,
-        and its changes are told from there on."""
+        """Publishes KV events from the moment the core is up."""
         if self._publisher is not None:
-            self._desk.kv_feed.listeners.append(self._publisher.publish)
-            self._telling = asyncio.create_task(self._desk.kv_feed.show(), name="kv-events")
+            self._telling = asyncio.create_task(self._tell(self._publisher), name="kv-events")
+
+    async def _tell(self, publisher: KvPublisher) -> None:
+        async for snapshot in self._desk.board.watch():
+            if snapshot.state in SERVING:
+                await self._desk.kv_feed.listen(publisher.publish)
+                return
 
     async def stop(self, grace_s: float) -> None:
         """Answers that are being given have `grace_s` to leave."""

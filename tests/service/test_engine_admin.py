@@ -178,7 +178,11 @@ async def test_a_drain_answers_when_idle_or_when_its_time_is_up(tmp_path: Path) 
 
 
 async def test_a_profile_is_a_chrome_trace(tmp_path: Path) -> None:
-    async with operated(tmp_path, executor="model", num_pages=64) as (_, operator, client):
+    async with operated(tmp_path, executor="model", max_model_len=256, num_pages=32) as (
+        _,
+        operator,
+        client,
+    ):
         folder = tmp_path / "traces" / "new"
         with pytest.raises(grpc.aio.AioRpcError) as idle:
             await operator.StopProfile(pb.StopProfileRequest())
