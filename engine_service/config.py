@@ -51,8 +51,15 @@ class EngineConfig:
     """Reuse the KV of equal prompt prefixes."""
     max_queued_requests: int = 1024
     """Waiting requests before new ones are refused with RESOURCE_EXHAUSTED."""
+    max_queued_tokens: int = 4 << 20
+    """Tokens of all waiting requests (about 40 bytes of memory each) before new ones are refused.
+    An empty queue takes any request."""
+    max_queue_delay_s: float = 30.0
+    """New requests are refused when they would wait longer than this for a row, as the measured
+    turnover of rows says; 0: any wait. It bounds the time to the first token under overload: set it
+    to what your clients have patience for."""
     age_bound_s: float = 30.0
-    """A request that waited this long goes before every priority."""
+    """A request that waited this long goes before every priority; fairness keys still share."""
     max_logprobs: int = 20
     """Most alternatives a request may ask for per token."""
     default_method: str | None = None

@@ -13,7 +13,14 @@ class FrontendConfig:
     """Flags of the frontend."""
 
     engine: str = "127.0.0.1:50061"
-    """Address of the engine service."""
+    """Engines that serve one model: HOST:PORT, several with commas between them, dns:///NAME:PORT
+    (all of its addresses), or k8s:///NAMESPACE/SERVICE:PORT (EndpointSlices)."""
+    routing: Literal["least_loaded", "prefix_affinity", "round_robin", "session_affinity"] = (
+        "least_loaded"
+    )
+    """Which of several engines gets a request. prefix_affinity: one that has the beginning of the
+    prompt in its cache; session_affinity: the same for equal x-session-id, prompt_cache_key or
+    user. Both only as far as no engine gets much more to do than others."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     http_port: int = 8000

@@ -17,6 +17,7 @@ from frontend.messages import (
     EngineFacts,
     Finish,
     FinishReason,
+    Load,
     Sequence,
     Timings,
     TokenLogprobs,
@@ -90,7 +91,15 @@ def to_facts(answer: pb.GetEngineInfoResponse) -> EngineFacts:
         eos_token_ids=tuple(answer.eos_token_ids),
         pool_tasks=tuple(_POOL_TASKS[task] for task in answer.pooling.tasks if task in _POOL_TASKS),
         embedding_size=answer.pooling.dimensions,
+        page_size=answer.cache.page_size,
+        max_rows=answer.limits.max_rows,
+        max_queued=answer.limits.max_queued_requests,
     )
+
+
+def to_load(load: pb.Load) -> Load:
+    """What a load report says of work that is there."""
+    return Load(load.running, load.waiting, load.pages_used, load.pages_total, load.waiting_tokens)
 
 
 def to_logprobs(positions: Iterable[pb.TokenLogprobs]) -> list[TokenLogprobs]:

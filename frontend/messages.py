@@ -77,12 +77,13 @@ class Canvas(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The engine's last load report: sequences and KV pages."""
+    """The engine's last load report: sequences, KV pages, and the tokens that wait for a row."""
 
     running: int = 0
     waiting: int = 0
     pages_used: int = 0
     pages_total: int = 0
+    waiting_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -142,3 +143,8 @@ class EngineFacts:
     pool_tasks: tuple[str, ...] = ()
     """Of embed, classify and score, what its hidden states serve."""
     embedding_size: int = 0
+    page_size: int = 0
+    """Tokens of a KV page; 0 where it does not say, as with the following two."""
+    max_rows: int = 0
+    max_queued: int = 0
+    """Sequences that may wait before others are refused."""

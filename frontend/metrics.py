@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _LONG_SECONDS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120)
@@ -120,7 +121,7 @@ class Metrics:
         self.num_running = gauge("num_requests_running", "Sequences that run in the engine.")
         self.num_waiting = gauge("num_requests_waiting", "Sequences that wait in the engine.")
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.")
-        self.engine_up = gauge("engine_up", "1 while a session with the engine is open.")
+        self.engine_up = gauge("engine_up", "Engines with an open session.")
         self.http_requests = Children(
             Counter(
                 "tidemill_http_requests",
@@ -129,6 +130,10 @@ class Metrics:
                 registry=self._registry,
             )
         )
+
+    def add(self, collector: Collector) -> None:
+        """Tells what `collector` collects, too."""
+        self._registry.register(collector)
 
     def text(self) -> bytes:
         """The exposition format of Prometheus."""

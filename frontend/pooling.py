@@ -13,7 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from frontend.engine_convert import pack_ids
-from frontend.engine_pool import PoolPrompt, pool_prompt
+from frontend.engine_pool import PoolPrompt
+from frontend.fleet.route import Route
 from frontend.messages import Usage
 from frontend.request import Ingress, PoolInput, PoolRequest, TextPair
 from frontend.validation import MAX_PROMPTS, check_ids, context_exceeded
@@ -53,6 +54,7 @@ class PoolWalk:
         """Raises the request's ServiceError; one input that fails ends the others."""
         self._desk.entered(self)
         try:
+            self._desk.engine.check_room()
             self._check()
             prompts = [await self._encode(one) for one in self._request.inputs]
             if self._ingress.use is not None:
@@ -138,11 +140,11 @@ class PoolWalk:
 
         async def ask(prompt: PoolPrompt) -> tuple[array[float], Usage]:
             async with room:
-                return await pool_prompt(
-                    self._desk.engine,
+                route = Route(self._desk.engine, self._ingress.session or self._request.user)
+                return await route.pool(
                     prompt,
                     request_id=self._ingress.request_id,
-                    timeout_ms=self._remaining_ms(),
+                    remaining_ms=self._remaining_ms,
                     trace=context,
                 )
 

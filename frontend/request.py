@@ -88,7 +88,9 @@ class Options:
     fairness_key: str = ""
     emit_canvas: bool = False
     user: str = ""
-    """Whom the client serves; for the log line only."""
+    """Whom the client serves; for the log line, and for routing where nothing names a session."""
+    session: str = ""
+    """What the client calls requests that share much of their prompts; for routing only."""
 
     @property
     def width(self) -> int:
@@ -177,6 +179,8 @@ class Ingress:
     """Name of the client's key."""
     use: Callable[[int], None] | None = None
     """Takes tokens from the client's allowance; None: it has no limit."""
+    session: str = ""
+    """What the client calls requests that belong together; for routing only."""
 
 
 def shared_by(request: TextRequest, caller: str) -> TextRequest:
@@ -185,6 +189,11 @@ def shared_by(request: TextRequest, caller: str) -> TextRequest:
     if not caller:
         return request
     return replace(request, options=replace(request.options, fairness_key=caller))
+
+
+def session_of(ingress: Ingress, options: Options) -> str:
+    """The name that keeps requests together where routing does so; '' none."""
+    return ingress.session or options.session or options.user
 
 
 class TextPair(NamedTuple):

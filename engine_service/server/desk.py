@@ -24,7 +24,8 @@ from tidemill.runtime.errors import EngineDead, ServiceError, Unavailable
 from tidemill.runtime.telemetry import Tracer
 
 _TICK_S = 0.25  # WatchState pushes derived changes at most four times a second
-_TICKS_PER_REPORT = 8  # the session's heartbeat: every two seconds
+_TICKS_PER_REPORT = 8  # the session's heartbeat: every two seconds, and sooner when there is news
+_ROUTED_BY = 5  # fields of Load that say how full the engine is; the others always grow
 _LOG = logging.getLogger("tidemill.engine")
 
 
@@ -86,6 +87,11 @@ class Desk:
         ended = trace_request(self._tracer, submit, trace, block_length)
         return self.core.submit(submit, sink, handle, ended=ended)
 
+    @property
+    def report(self) -> LoadReport:
+        """How the engine is loaded, and how long its core has been silent although it has work."""
+        return LoadReport(self.core.load, self.core.silence_ms)
+
     def enter(self, session: OpenSession) -> str:
         """Registers a session and returns its id."""
         session_id = f"{self.instance_id}/{next(self._session_numbers)}"
@@ -96,14 +102,18 @@ class Desk:
         self.sessions.pop(session_id, None)
 
     async def tick(self) -> None:
-        """Derives READY and BUSY from the load and sends heartbeats; runs until cancelled."""
+        """Derives READY and BUSY from the load and sends heartbeats; runs until cancelled.
+
+        Frontends route by what they are told, so they hear of every change, four times a second.
+        """
+        told = self.core.load[:_ROUTED_BY]
         for turn in itertools.count(1):
             await asyncio.sleep(_TICK_S)
             self.board.observe(self.core.load, self._finished_text())
-            if turn % _TICKS_PER_REPORT == 0:
-                report = LoadReport(self.core.load, self.core.silence_ms)
+            if turn % _TICKS_PER_REPORT == 0 or self.core.load[:_ROUTED_BY] != told:
+                told = self.core.load[:_ROUTED_BY]
                 for session in self.sessions.values():
-                    session.notify(report)
+                    session.notify(self.report)
 
     def drain(self) -> None:
         """No new work from here on; sessions are told."""

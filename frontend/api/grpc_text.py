@@ -34,6 +34,7 @@ from tidemill.v1 import text_pb2 as pb
 
 SERVICE = "tidemill.v1.TextService"
 _MAX_ID_CHARS = 128
+_MAX_SESSION_CHARS = 256
 _FOREVER_S = 1e8
 """time_remaining() of a call without a deadline is larger than this, or None."""
 
@@ -144,6 +145,7 @@ class TextServicer(PoolMethods):
             client=client_of(self._gate, context, metadata),
             caller=known.caller if known else "",
             use=known.use if known else None,
+            session=metadata.get("x-session-id", "")[:_MAX_SESSION_CHARS],
         )
         attributes: telemetry.Attributes = {"rpc.system.name": "grpc", "rpc.method": method}
         try:

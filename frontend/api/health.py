@@ -49,6 +49,7 @@ def _health(desk: FrontDesk) -> dict[str, Any]:
         "status": desk.state,
         "engine": {"state": desk.engine.state, "address": desk.config.engine},
         "last_error": None if desk.engine.state == "ready" else desk.engine.last_error,
+        "engines": desk.engine.told(),
         "model": None if model is None else model.name,
         "replica": desk.replica,
         "requests": desk.num_live,

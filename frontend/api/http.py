@@ -42,6 +42,7 @@ _PROBES = frozenset({"/health", "/health/live", "/health/ready", "/v1/health", "
 _MAX_ID_CHARS = 128
 _MAX_TIMEOUT_DIGITS = 15
 _MAX_PATH_CHARS = 200
+_MAX_SESSION_CHARS = 256
 _DISCARD_FACTOR = 4
 Result = TypeVar("Result")
 
@@ -184,6 +185,7 @@ class IngressMiddleware:
             deadline=deadline,
             asked=request.scope["path"],
             client=client,
+            session=request.headers.get("x-session-id", "")[:_MAX_SESSION_CHARS],
         )
 
 

@@ -16,7 +16,7 @@ FUNCTION_LINES, INIT_LINES, RUNTIME_LINES = 50, 12, 540
 STUB_IMPORTERS = (
     (r"engine_service/server/convert(_\w+)?\.py", r"engine_pb2"),
     (r"engine_service/server/(launch|servicer\w*)\.py", r"engine_pb2_grpc"),
-    (r"frontend/engine_(client|convert|pool)\.py", r"engine_pb2(_grpc)?"),
+    (r"frontend/engine_(client|convert|events|pool|slots)\.py", r"engine_pb2(_grpc)?"),
     (r"frontend/api/grpc_text\w*\.py", r"(engine|text)_pb2(_grpc)?"),
     (r"tidemill/client\.py", r"(engine|text)_pb2(_grpc)?"),
     (r"tidemill/commands/engine_state\.py", r"engine_pb2(_grpc)?"),
@@ -27,8 +27,8 @@ STUB_IMPORTERS = (
 """Which files may import which generated modules; nobody else may import any."""
 
 OPTIONAL_WHEELS = {
-    "flash_attn", "flash_attn_interface", "grpc_reflection", "huggingface_hub", "opentelemetry",
-    "sentencepiece", "tqdm", "transformers",
+    "flash_attn", "flash_attn_interface", "grpc_reflection", "huggingface_hub",
+    "kubernetes_asyncio", "opentelemetry", "sentencepiece", "tqdm", "transformers",
 }  # fmt: skip
 """What only some installations have, or only some runs need."""
 

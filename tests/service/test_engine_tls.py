@@ -82,8 +82,8 @@ async def test_a_session_is_opened_again_with_the_certificates_of_the_day(
     async with engine(**engine_flags(authority)) as server:
         port = server.port
         async with before(server, tmp_path, **mine) as served:
-            client = served.desk.engine
-            assert await client.wait_ready(PATIENCE_S), client.last_error
+            assert await served.desk.engine.wait_ready(PATIENCE_S)
+            (client,) = (one.client for one in served.desk.engine.members)
             first = client.instance_id
             renewed = Authority(tmp_path / "pki", "ca")  # the same paths
             frontend_flags(renewed)
