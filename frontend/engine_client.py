@@ -28,11 +28,10 @@ from tidemill.runtime.errors import (
     InternalError,
     ServiceError,
     Unavailable,
-    from_grpc_code,
 )
-from tidemill.runtime.rpc import to_error
-from tidemill.runtime.telemetry import TraceContext
+from tidemill.runtime.rpc import ended, to_error
 from tidemill.security.client_tls import Dialer
+from tidemill.telemetry.context import TraceContext
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc as rpc
 
@@ -47,7 +46,6 @@ _PASSING = (Unavailable, InternalError)
 """What time may heal; gRPC calls a stream INTERNAL whose engine dies in its first message."""
 
 Connected = Callable[["EngineClient", EngineFacts], Awaitable[None]]
-Changed = Callable[["EngineClient", bool], None]
 
 
 class EngineClient:
@@ -60,9 +58,14 @@ class EngineClient:
     """
 
     def __init__(
-        self, dialer: Dialer, *, rounds: Rounds, on_connected: Connected, on_change: Changed
+        self,
+        dialer: Dialer,
+        *,
+        rounds: Rounds,
+        on_connected: Connected,
+        on_change: Callable[[EngineClient, bool], None],
     ) -> None:
-        self.address = address = dialer.address
+        self.address = dialer.address
         self._dialer = dialer
         self._rounds = rounds
         self._on_connected, self._on_change = on_connected, on_change
@@ -79,12 +82,11 @@ class EngineClient:
         self.num_pooling = 0
         """Prompts that are being pooled there."""
         self.load = Load()
-        self.last_error = f"no connection to the engine at {address} yet"
+        self.last_error = f"no connection to the engine at {self.address} yet"
         self._last_reason, self._is_retriable = "", True
 
     def start(self) -> None:
         """Begins connecting in the background. Call in the running loop, once."""
-        self.channel = self._dialer.open()
         self._task = asyncio.create_task(self._stay_connected(), name=f"engine {self.address}")
 
     async def close(self) -> None:
@@ -94,8 +96,12 @@ class EngineClient:
             await asyncio.gather(self._task, return_exceptions=True)
             self._ready, self._last_reason = False, "CLOSED"
             self._lose(Unavailable("this frontend has closed the session", reason="CLOSED"))
-        if self.channel is not None:
-            await self.channel.close()
+        await self._hang_up()
+
+    async def _hang_up(self) -> None:
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            await channel.close()
 
     @property
     def state(self) -> str:
@@ -198,8 +204,8 @@ class EngineClient:
             if self._ready or isinstance(error, Unavailable):
                 backoff = _FIRST_BACKOFF_S
             self._lose(error)
-            if is_silent:  # packets may vanish there for good; gRPC would notice much later
-                self.channel = await self._dialer.replace(self.channel)
+            if is_silent:  # packets may vanish here for good; gRPC would notice much later
+                await self._hang_up()
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _LAST_BACKOFF_S)
 
@@ -207,8 +213,8 @@ class EngineClient:
         """Every live request ends; nothing is resubmitted here."""
         was_ready, self._ready = self._ready, False
         if was_ready or error.reason != self._last_reason:
-            extra = {"engine": self.address}
-            _LOG.warning("no session with the engine: %s", error.message, extra=extra)
+            why = error.message
+            _LOG.warning("no session with the engine: %s", why, extra={"engine": self.address})
         self.last_error, self._last_reason = error.message, error.reason
         self._is_retriable = isinstance(error, _PASSING)
         self.facts, self.load = None, Load()
@@ -236,14 +242,14 @@ class EngineClient:
         session = rpc.EngineServiceStub(self.channel).Session()
         writer: asyncio.Task[None] | None = None
         try:
-            hello = pb.Hello(protocol_major=_PROTOCOL[0], protocol_minor=_PROTOCOL[1])
-            hello.client_version = __version__
-            hello.client_name = f"frontend {socket.gethostname()} {os.getpid()}"
+            name = f"frontend {socket.gethostname()} {os.getpid()}"
+            hello = pb.Hello(client_version=__version__, client_name=name)
+            hello.protocol_major, hello.protocol_minor = _PROTOCOL
             await session.write(pb.SessionRequest(hello=hello))
             async with asyncio.timeout(_ANSWER_S):
                 ack = await session.read()
             if ack is grpc.aio.EOF or ack.WhichOneof("frame") != "hello_ack":
-                await _raise_status(session)
+                raise await ended(session)
             self.instance_id, self._draining = ack.hello_ack.instance_id, False
             self._alive = Liveness(asyncio.get_running_loop().time())
             self._ready = True
@@ -269,7 +275,7 @@ class EngineClient:
                 frame = await session.read()
             alive.heard(clock())
             if frame is grpc.aio.EOF:
-                await _raise_status(session)
+                raise await ended(session)
             kind = frame.WhichOneof("frame")
             if kind == "step":
                 slots.on_step(frame.step)
@@ -282,16 +288,8 @@ class EngineClient:
 
     def _on_report(self, report: pb.LoadReport) -> None:
         """Raises Unavailable when the core has been stuck for too long with requests of ours."""
-        self.load = convert.to_load(report.load)
+        self.load = convert.to_load(report)
         self._slots.reported()
         self._alive.reported(report.engine_silence_ms / 1000)
         if self._alive.is_hopeless and len(self._slots):
             raise Unavailable(f"at {self.address} {self._silence()}")
-
-
-async def _raise_status(session: Any) -> None:
-    """Raises what ended the stream; an orderly end is Unavailable too."""
-    code, text = await session.code(), await session.details()
-    if code is grpc.StatusCode.OK:
-        raise Unavailable("the engine closed the session")
-    raise from_grpc_code(code.value[0])(text or code.name, reason=code.name)

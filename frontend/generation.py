@@ -284,7 +284,7 @@ class Generation:
         is_over = deadline is not None and asyncio.get_running_loop().time() >= deadline
         if self._call is not None:
             self._call.close(abort=not is_over)
+        self._route.ended(failure)
         if self._ingress.use is not None:
             self._ingress.use(self.usage.output_tokens)
-        self._route.ended(failure)
         self._seen.ended(self, failure)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from tidemill.runtime.telemetry import Span
 from tidemill.structured import Constraint
+from tidemill.telemetry.tracer import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +171,8 @@ class Ingress:
     created: int
     span: Span
     deadline: float | None = None
+    session: str = ""
+    """What the client calls requests that belong together; for routing only."""
     asked: str = ""
     """The route or the method."""
     client: str = ""
@@ -179,8 +181,6 @@ class Ingress:
     """Name of the client's key."""
     use: Callable[[int], None] | None = None
     """Takes tokens from the client's allowance; None: it has no limit."""
-    session: str = ""
-    """What the client calls requests that belong together; for routing only."""
 
 
 def shared_by(request: TextRequest, caller: str) -> TextRequest:

@@ -122,7 +122,8 @@ class ControlDesk:
         return answers
 
     def _do(self, ask: Ask) -> None:
-        scheduler, value = self._scheduler, None
+        scheduler = self._scheduler
+        value: Any = None
         match ask.control:
             case FlushCache():
                 value = scheduler.flush_cache()

@@ -34,8 +34,8 @@ LoadModel = Callable[[EngineFacts, Fetch], Awaitable[None]]
 
 
 class Fleet:
-    """Owns the clients of all engines. `load_model` is awaited with the facts of an engine before
-    it gets requests, and with what fetches its tokenizer."""
+    """Owns the clients of all engines, whose connections `dial` opens. `load_model` is awaited with
+    the facts of an engine before it gets requests, and with what fetches its tokenizer."""
 
     def __init__(
         self,
@@ -102,8 +102,7 @@ class Fleet:
     @property
     def load(self) -> Load:
         """The last reports of all engines, added up."""
-        loads = [one.client.load for one in self._members.values()]
-        return Load(*map(sum, zip(*loads, strict=True))) if loads else Load()
+        return Load.of_all(one.client.load for one in self._members.values())
 
     @property
     def last_error(self) -> str:

@@ -20,6 +20,7 @@ from tidemill.runtime.errors import (
     InternalError,
     InvalidRequest,
     ServiceError,
+    Unavailable,
     from_grpc_code,
 )
 
@@ -122,6 +123,14 @@ def to_error(failure: grpc.RpcError) -> ServiceError:
         elif detail.Unpack(retry):
             error.retry_after_ms = retry.retry_delay.ToMilliseconds()
     return error
+
+
+async def ended(stream: Any) -> ServiceError:
+    """What ended a stream that was read to its end; an orderly end is Unavailable too."""
+    code, text = await stream.code(), await stream.details()
+    if code is grpc.StatusCode.OK:
+        return Unavailable("the other side closed the stream")
+    return from_grpc_code(code.value[0])(text or code.name, reason=code.name)
 
 
 @asynccontextmanager

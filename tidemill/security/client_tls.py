@@ -122,24 +122,18 @@ class Dialer:
         self._files = files
         self._shown: grpc.ChannelCredentials | None = None
 
-    def open(self) -> grpc.aio.Channel:
-        """A new channel. Call in the running loop."""
-        if self._files is None:
-            return grpc.aio.insecure_channel(self.address, options=self._options)
-        self._shown = self._files.current()
-        return grpc.aio.secure_channel(self.address, self._shown, self._options)
-
     async def fresh(self, channel: grpc.aio.Channel | None) -> grpc.aio.Channel:
-        """`channel`, or a new one where the certificates have changed since it was opened: gRPC
-        would go on with the old ones for as long as a channel lives."""
-        is_stale = self._files is not None and self._files.current() is not self._shown
-        return channel if channel and not is_stale else await self.replace(channel)
-
-    async def replace(self, channel: grpc.aio.Channel | None) -> grpc.aio.Channel:
-        """A new channel in the place of one that is of no use any more."""
+        """`channel`, or a new one where there is none, or where the certificates have changed since
+        it was opened: gRPC would go on with the old ones for as long as a channel lives."""
+        shown = None if self._files is None else self._files.current()
+        if channel is not None and shown is self._shown:
+            return channel
         if channel is not None:
             await channel.close()
-        return self.open()
+        self._shown = shown
+        if shown is None:
+            return grpc.aio.insecure_channel(self.address, options=self._options)
+        return grpc.aio.secure_channel(self.address, shown, self._options)
 
 
 def _no_passphrase() -> str:
