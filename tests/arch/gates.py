@@ -227,6 +227,31 @@ def undocumented_fields(root: Path) -> list[str]:
     return found
 
 
+PICKLE_READERS = {
+    "engine_service/pipe.py": "a socket pair between processes of one start",
+    "frontend/template_pool.py": "pipes to processes of its own",
+    "frontend/template_worker.py": "its parent's end of such a pipe",
+}
+"""Who may read pickles, and where these come from: never from a file, never from a network."""
+
+
+def foreign_code(root: Path) -> list[str]:
+    """What would run code that came with a model: pickles, and programs beside the weights."""
+    found = []
+    for name, tree in trees(root):
+        for node in ast.walk(tree):
+            line, words = getattr(node, "lineno", 0), _imported(node)
+            if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "weights_only"):
+                words = [node.arg]
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
+                words = ["torch.load"]
+            foreign = {word.split(".")[0] for word in words} & {"pickle", "dill", "cloudpickle"}
+            foreign |= {"trust_remote_code", "weights_only", "torch.load"} & set(words)
+            if foreign and not (name in PICKLE_READERS and foreign == {"pickle"}):
+                found += [f"{name}:{line} {word}" for word in sorted(foreign)]
+    return found
+
+
 def _kept_files(root: Path) -> list[str]:
     """What git keeps or would keep; without git, everything outside hidden folders."""
     command = ["git", "ls-files", "-co", "--exclude-standard"]
