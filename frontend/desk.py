@@ -31,7 +31,9 @@ from frontend.shelf import new_replica
 from frontend.template_pool import TemplatePool
 from frontend.validation import check_ids
 from tidemill.runtime.errors import NotFound, Unavailable
+from tidemill.runtime.rpc import channel_options
 from tidemill.runtime.telemetry import Tracer
+from tidemill.security.client_tls import Dialer, client_tls
 
 _LOG = logging.getLogger("tidemill.frontend")
 
@@ -56,10 +58,19 @@ class FrontDesk:
         self._templates: TemplatePool | None = None
         self.is_draining = False
         self.started = time.monotonic()
+        tls = client_tls(
+            config.engine_tls_ca,
+            config.engine_tls_cert,
+            config.engine_tls_key,
+            config.engine_tls_name,
+        )
+        # Connections of their own: one that went silent is replaced, not found in gRPC's pool.
+        own = ("grpc.use_local_subchannel_pool", 1)
+        options = [*channel_options(config.max_message_bytes), own]
         self.engine = Fleet(
             discovery_of(config.engine),
             routing=config.routing,
-            max_message_bytes=config.max_message_bytes,
+            dial=lambda address: Dialer(address, options, tls),
             load_model=self._load_model,
         )
         self.metrics.add(FleetMetrics(self.engine))

@@ -25,10 +25,10 @@ from tidemill.runtime.errors import (
     InternalError,
     ServiceError,
     Unavailable,
-    from_grpc_code,
 )
-from tidemill.runtime.rpc import channel_options, to_error
+from tidemill.runtime.rpc import ended, to_error
 from tidemill.runtime.telemetry import TraceContext
+from tidemill.security.client_tls import Dialer
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc as rpc
 
@@ -55,17 +55,14 @@ class EngineClient:
 
     def __init__(
         self,
-        address: str,
+        dialer: Dialer,
         *,
-        max_message_bytes: int,
         rounds: Rounds,
         on_connected: Connected,
         on_change: Callable[[EngineClient, bool], None],
     ) -> None:
-        self.address = address
-        # A connection of its own: one that went silent is replaced, not found again in gRPC's pool.
-        own = ("grpc.use_local_subchannel_pool", 1)
-        self._options = [*channel_options(max_message_bytes), own]
+        self.address = dialer.address
+        self._dialer = dialer
         self._rounds = rounds
         self._on_connected, self._on_change = on_connected, on_change
         self._slots = Slots(rounds)
@@ -81,12 +78,11 @@ class EngineClient:
         self.num_pooling = 0
         """Prompts that are being pooled there."""
         self.load = Load()
-        self.last_error = f"no connection to the engine at {address} yet"
+        self.last_error = f"no connection to the engine at {self.address} yet"
         self._last_reason, self._is_retriable = "", True
 
     def start(self) -> None:
         """Begins connecting in the background. Call in the running loop, once."""
-        self.channel = self._connect()
         self._task = asyncio.create_task(self._stay_connected(), name=f"engine {self.address}")
 
     async def close(self) -> None:
@@ -96,8 +92,12 @@ class EngineClient:
             await asyncio.gather(self._task, return_exceptions=True)
             self._ready, self._last_reason = False, "CLOSED"
             self._lose(Unavailable("this frontend has closed the session", reason="CLOSED"))
-        if self.channel is not None:
-            await self.channel.close()
+        await self._hang_up()
+
+    async def _hang_up(self) -> None:
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            await channel.close()
 
     @property
     def state(self) -> str:
@@ -176,9 +176,6 @@ class EngineClient:
         finally:
             stream.cancel()
 
-    def _connect(self) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(self.address, options=self._options)
-
     def _silence(self) -> str:
         return self._alive.doubt(asyncio.get_running_loop().time())
 
@@ -203,10 +200,8 @@ class EngineClient:
             if self._ready or isinstance(error, Unavailable):
                 backoff = _FIRST_BACKOFF_S
             self._lose(error)
-            if is_silent and self.channel is not None:
-                # Packets may vanish on this connection for good; gRPC would notice much later.
-                await self.channel.close()
-                self.channel = self._connect()
+            if is_silent:  # packets may vanish here for good; gRPC would notice much later
+                await self._hang_up()
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _LAST_BACKOFF_S)
 
@@ -214,8 +209,8 @@ class EngineClient:
         """Every live request ends; nothing is resubmitted here."""
         was_ready, self._ready = self._ready, False
         if was_ready or error.reason != self._last_reason:
-            extra = {"engine": self.address}
-            _LOG.warning("no session with the engine: %s", error.message, extra=extra)
+            why = error.message
+            _LOG.warning("no session with the engine: %s", why, extra={"engine": self.address})
         self.last_error, self._last_reason = error.message, error.reason
         self._is_retriable = isinstance(error, _PASSING)
         self.facts, self.load = None, Load()
@@ -236,6 +231,7 @@ class EngineClient:
 
     async def _serve_session(self) -> None:
         """From the first question to the loss of the session."""
+        self.channel = await self._dialer.fresh(self.channel)
         ask = rpc.EngineInfoServiceStub(self.channel).GetEngineInfo
         answer = await ask(pb.GetEngineInfoRequest(), timeout=_ANSWER_S)
         await self._on_connected(self, convert.to_facts(answer))
@@ -246,7 +242,7 @@ class EngineClient:
             async with asyncio.timeout(_ANSWER_S):
                 ack = await session.read()
             if ack is grpc.aio.EOF or ack.WhichOneof("frame") != "hello_ack":
-                await _raise_status(session)
+                raise await ended(session)
             self.instance_id, self._draining = ack.hello_ack.instance_id, False
             self._alive = Liveness(asyncio.get_running_loop().time())
             self._ready = True
@@ -272,7 +268,7 @@ class EngineClient:
                 frame = await session.read()
             alive.heard(clock())
             if frame is grpc.aio.EOF:
-                await _raise_status(session)
+                raise await ended(session)
             kind = frame.WhichOneof("frame")
             if kind == "step":
                 slots.on_step(frame.step)
@@ -290,11 +286,3 @@ class EngineClient:
         self._alive.reported(report.engine_silence_ms / 1000)
         if self._alive.is_hopeless and len(self._slots):
             raise Unavailable(f"at {self.address} {self._silence()}")
-
-
-async def _raise_status(session: Any) -> None:
-    """Raises what ended the stream; an orderly end is Unavailable too."""
-    code, text = await session.code(), await session.details()
-    if code is grpc.StatusCode.OK:
-        raise Unavailable("the engine closed the session")
-    raise from_grpc_code(code.value[0])(text or code.name, reason=code.name)

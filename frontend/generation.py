@@ -22,7 +22,7 @@ from frontend.messages import Delta, FinishReason, Sequence, Timings, Usage
 from frontend.observation import Observation
 from frontend.ranking import likeliest
 from frontend.reading import behind_reasoning, check_tools, reading_of, with_markers
-from frontend.request import Chat, Ingress, Prompt, TextRequest, session_of
+from frontend.request import Chat, Ingress, Prompt, TextRequest, session_of, shared_by
 from frontend.result import ChoiceResult
 from frontend.sequences import sequence_of
 from frontend.served import ServedModel
@@ -58,10 +58,12 @@ class Generation:
         self._is_whole = False
         self._span = ingress.span
         self.model: ServedModel = desk.model_for(request.options.model)
+        request = shared_by(request, ingress.caller)
         self._request = with_markers(request, self.model.output)
         self.prompts: list[PromptView] = []
         self.choices: list[Choice] = []
-        self._seen = Observation(desk.metrics, self.model.name, ingress, request)
+        shown = desk.config.log_prompts
+        self._seen = Observation(desk.metrics, self.model.name, ingress, request, shown)
 
     async def __aenter__(self) -> Generation:
         self._desk.entered(self)
@@ -76,6 +78,8 @@ class Generation:
                 await self._read_suffix(self._request.suffix)
             for prompt in self._request.prompts:
                 await self._add_prompt(prompt)
+            if self._ingress.use is not None:
+                self._ingress.use(self.usage.prompt_tokens)
             self._span = self._seen.start_client_span()
             self._call = self._submit()
         except BaseException as failure:
@@ -281,4 +285,6 @@ class Generation:
         if self._call is not None:
             self._call.close(abort=not is_over)
         self._route.ended(failure)
+        if self._ingress.use is not None:
+            self._ingress.use(self.usage.output_tokens)
         self._seen.ended(self, failure)

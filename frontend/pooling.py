@@ -29,6 +29,7 @@ _AT_ONCE = 64
 """Inputs of one request that the engine has at a time: enough for full steps, and a request of
 many inputs does not fill the engine's queue."""
 _MAX_USER_CHARS = 128
+_BYTES_PER_TOKEN = 4
 
 
 class PoolResult(NamedTuple):
@@ -56,6 +57,8 @@ class PoolWalk:
             self._desk.engine.check_room()
             self._check()
             prompts = [await self._encode(one) for one in self._request.inputs]
+            if self._ingress.use is not None:
+                self._ingress.use(sum(len(one.packed) for one in prompts) // _BYTES_PER_TOKEN)
             self._span = self._ingress.span.child(f"embeddings {self._model.name}", kind="CLIENT")
             result = await self._ask(prompts)
         except BaseException as failure:
@@ -190,18 +193,24 @@ class PoolWalk:
                 },
                 error=None if failure is None else outcome,
             )
-        user = {"user": self._request.user[:_MAX_USER_CHARS]} if self._request.user else {}
+        beside = {"user": self._request.user[:_MAX_USER_CHARS]} if self._request.user else {}
+        if self._ingress.caller:
+            beside["key"] = self._ingress.caller
+        if num_shown := self._desk.config.log_prompts:
+            beside["prompts"] = " | ".join(str(one)[:num_shown] for one in self._request.inputs)
         _LOG.info(
             "request %s",
             outcome,
             extra={
                 "request_id": self._ingress.request_id,
+                "call": self._ingress.asked,
+                "client": self._ingress.client,
                 "model": name,
                 "inputs": len(self._request.inputs),
                 "prompt_tokens": usage.prompt_tokens,
                 "cached_tokens": usage.cached_tokens,
                 "e2e_s": round(seconds, 4),
-                **user,
+                **beside,
             },
         )
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+from engine_service.core.control import Answer, Ask
+from engine_service.core.journal import KvEvents
 from engine_service.core.params import (
     ConstraintSpec,
     DecodingChoice,
@@ -73,7 +75,7 @@ class Shutdown(NamedTuple):
     """The core finishes the step in flight and leaves its loop."""
 
 
-Command = Submit | Abort | Shutdown
+Command = Submit | Abort | Shutdown | Ask
 
 
 class Usage(NamedTuple):
@@ -167,7 +169,7 @@ class Fatal(NamedTuple):
     message: str
 
 
-Event = StepOutput | Reject | Ready | Progress | Fatal
+Event = StepOutput | Reject | Ready | Progress | Fatal | KvEvents | Answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

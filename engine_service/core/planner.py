@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from itertools import chain
 
+from engine_service.core.control import PauseMode
 from engine_service.core.convoy import Convoy
 from engine_service.core.draft import StepDraft
 from engine_service.core.messages import Load
 from engine_service.core.pages import PageManager
 from engine_service.core.params import SchedulerLimits
-from engine_service.core.policy.priority import WaitingQueue, order
+from engine_service.core.policy.fair import FairQueue
 from engine_service.core.request import Request
 from engine_service.core.step import Span
 
@@ -32,17 +33,29 @@ class Planner:
         self._running: dict[int, Request] = {}
         """Requests with a row."""
         self.convoy = Convoy()
-        self._waiting = WaitingQueue()
+        self._waiting = FairQueue()
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
         self._catch_up_first = False
         self._now = 0
         """Of the plan that is being made."""
         self._waits_for_pages = False
         """A row found no page: nothing is launched until preemption is possible again."""
+        self.paused: PauseMode | None = None
+        self.num_ran = 0
+        """Requests with a row when the last step was planned; many may have ended with it."""
+        self._foresees = False
+        """Enough rows decide for the plan that is being made to look beyond decisions."""
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+    def num_started(self) -> int:
+        """Requests that had a row: all that run, and those that were preempted. O(waiting)."""
+        preempted = [one for one in self._waiting if one.started_ns is not None]
+        return len(self._running) + len(preempted)
+
+    @property
+    def waiting(self) -> FairQueue:
+        """To look at: whom newcomers would wait for."""
+        return self._waiting
 
     @property
     def load(self) -> Load:
@@ -85,13 +98,14 @@ class Planner:
         """
         self._now = now
         draft = self._new_draft()
-        if beside_step and self._waits_for_pages:
+        if self.paused is PauseMode.KEEP or (beside_step and self._waits_for_pages):
             return draft
         self._waits_for_pages = False
         aged_before = now - self._age_bound_ns
         if self._plan_running(draft, aged_before, beside_step) and self._free_rows:
             self._plan_waiting(draft, aged_before, now)
         draft.steady = self.convoy.launch()
+        self.num_ran = len(self._running)
         return draft
 
     def _new_draft(self) -> StepDraft:
@@ -129,6 +143,8 @@ class Planner:
         ]
         catching_up = [request for request in ready if not request.decoding]
         decoding = [request for request in ready if request.decoding] if catching_up else ready
+        size = sum(r.launched.num_tokens for r in decoding if r.decoding and r.launched)
+        self._foresees = size >= self._limits.foreseen_tokens
         groups = (catching_up, decoding) if self._catch_up_first else (decoding, catching_up)
         left_out: dict[int, Request] = {}
         for request in chain(*groups):
@@ -178,7 +194,7 @@ class Planner:
             draft.reserve(1)
             return True
         if span is None:
-            view = request.view_ahead()
+            view = request.view_ahead(foresees=self._foresees)
             if view is None:
                 return True
             span = request.strategy.plan(view, draft.budget)
@@ -199,7 +215,7 @@ class Planner:
             if beside_step:
                 self._waits_for_pages = True
                 return False
-            victim = max(self._running.values(), key=lambda r: order(r, aged_before))
+            victim = max(self._running.values(), key=self._waiting.ranking(aged_before))
             draft.drop(victim)
             self._preempt(victim)
             if victim is request:
@@ -220,6 +236,8 @@ class Planner:
         for request in self._waiting.in_order(aged_before):
             if not self._free_rows or draft.budget.tokens <= 0:
                 return
+            if self.paused is not None and request.started_ns is None:
+                continue
             if request.waits_for is not None and self._pages.is_claimed(request.waits_for):
                 continue
             if request.constraint is not None and not request.constraint.is_ready:
@@ -252,11 +270,12 @@ class Planner:
         reserved = pages.reserve(table, span.kv_len)
         assert reserved, f"{missing} pages were free for request {request.request_id}"
         pages.claim(table, tokens, limit)
-        self._waiting.remove(request)
+        is_new = request.started_ns is None
+        self._waiting.start(request, len(tokens) - request.num_cached if is_new else 0)
         self._running[request.key] = request
         self._free_rows.pop()
         request.resume(now)
-        if request.started_ns is None:
+        if is_new:
             request.started_ns, request.cached_tokens = now, request.num_cached
         draft.add(request, span)
         draft.newcomers.append(request)
@@ -266,6 +285,7 @@ class Planner:
     def _leave_row(self, request: Request) -> None:
         self.convoy.leave(request)
         self._pages.release(request.table)
+        self._waiting.stop(request)
         del self._running[request.key]
         self._free_rows.append(request.row)
         request.row = -1

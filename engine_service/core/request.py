@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine_service.core.constraint import Constraint
-from engine_service.core.messages import Finish, FinishReason, Submit, Timings, Usage
+from engine_service.core.messages import Finish, FinishReason, Timings, Usage
 from engine_service.core.pages import PageTable
 from engine_service.core.params import ResolvedSampling
 from engine_service.core.pinning import Pinned, num_pinned_before, pin, pinned_from
@@ -46,6 +46,8 @@ class Request:
     sampling: ResolvedSampling
     table: PageTable
     priority: int
+    fairness_key: str
+    """Whose request it is, for those who share the engine."""
     arrival_ns: int
     emit_canvas: bool
     score_from: int
@@ -113,16 +115,18 @@ class Request:
         if self.is_plain and self.first_token_ns is not None:
             self.smooth_until = min(self.max_len, self.table.capacity, self.table.seal_at)
 
-    def view_ahead(self) -> View | None:
+    def view_ahead(self, *, foresees: bool) -> View | None:
         """The picture a strategy plans the next span from, while steps may be in flight.
 
-        None: a decision is on its way, and only the strategy could say what follows it.
+        None: a decision is on its way that nobody looks beyond. `foresees` lets the strategy say
+        what may be assumed.
         """
         span = self.launched
         if not self.in_flight or span is None:
             return self.view()
         if span.decide_stop > span.decide_start:
-            return None
+            may = foresees and self.constraint is None
+            return self.strategy.foresee(self.view(), span) if may else None
         score_from = max(self.score_from, span.score_stop)
         return self.view()._replace(num_cached=span.stop, score_from=score_from)
 
@@ -184,10 +188,3 @@ class Request:
             self.pauses,
             ending.vector,
         )
-
-
-def is_plain(submit: Submit, strategy: DecodeStrategy, sampling: ResolvedSampling) -> bool:
-    """Whether most tokens of a sequence need nothing but to be appended and reported."""
-    watched = (sampling.logprobs, sampling.prompt_logprobs)
-    is_watched = submit.emit_canvas or sampling.stop_token_sequences or watched != (None, None)
-    return strategy.append_only and not is_watched

@@ -23,6 +23,8 @@ from tidemill.runtime.health import Health
 from tidemill.runtime.parsing import MalformedRequests
 from tidemill.runtime.rpc import bind, server_options
 from tidemill.runtime.telemetry import Tracer
+from tidemill.security.health_port import HealthPort
+from tidemill.security.server_tls import server_tls
 from tidemill.v1 import engine_pb2_grpc
 
 _SERVICES = ("EngineService", "EngineInfoService", "KvEventService", "AdminService")
@@ -43,8 +45,15 @@ class EngineServer:
         self._server = grpc.aio.server(
             interceptors=(MalformedRequests(),), options=server_options(config.max_message_bytes)
         )
+        self._tls = server_tls(config)
+        self._probes: HealthPort | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.port = 0
+
+    @property
+    def health_port(self) -> int | None:
+        """The bound one, if probes have one of their own."""
+        return None if self._probes is None else self._probes.port
 
     @classmethod
     async def start(
@@ -75,7 +84,12 @@ class EngineServer:
         engine_pb2_grpc.add_KvEventServiceServicer_to_server(KvEventServicer(), server)
         engine_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(), server)
         await self._health.register(server, reflection=_NAMES if config.reflection else ())
-        self.port = bind(server, config.host, config.engine_port, flag="--engine-port")
+        credentials = self._tls.grpc_credentials() if self._tls else None
+        self.port = bind(
+            server, config.host, config.engine_port, flag="--engine-port", credentials=credentials
+        )
+        if config.health_port is not None:
+            self._probes = await HealthPort.open(self._health, config.host, config.health_port)
         await server.start()
         await desk.core.open(self._rank.sock)
         desk.core.tell(config)
@@ -149,6 +163,8 @@ class EngineServer:
             desk.board.move(EngineState.SHUTDOWN, "stopped")
         desk.close_sessions(desk.core.lost)
         await self._server.stop(_CLOSING_S)
+        if self._probes is not None:
+            await self._probes.close()
         desk.core.shutdown()
         await asyncio.sleep(0)
         await asyncio.to_thread(self._rank.stop, _CLOSING_S)

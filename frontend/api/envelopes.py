@@ -14,6 +14,7 @@ _OVERFLOW = "CONTEXT_LENGTH_EXCEEDED"
 _ANTHROPIC_TYPES = MappingProxyType(
     {
         400: "invalid_request_error",
+        401: "authentication_error",
         404: "not_found_error",
         405: "invalid_request_error",
         413: "request_too_large",

@@ -17,11 +17,13 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from frontend.api import grpc_text_convert as convert
+from frontend.api.grpc_gate import admitted, client_of
 from frontend.api.grpc_text_infill import to_infill_request
 from frontend.api.grpc_text_pieces import CHAT, TEXT, Form, Pieces, prompt_ids_of
 from frontend.api.grpc_text_pool import PoolMethods
 from frontend.choice import PromptScores
 from frontend.desk import FrontDesk
+from frontend.gate import Gate
 from frontend.generation import Generation
 from frontend.request import Ingress, TextRequest
 from frontend.validation import check_streamed
@@ -40,8 +42,9 @@ _FOREVER_S = 1e8
 class TextServicer(PoolMethods):
     """The methods of TextService."""
 
-    def __init__(self, desk: FrontDesk) -> None:
+    def __init__(self, desk: FrontDesk, gate: Gate) -> None:
         self._desk = desk
+        self._gate = gate
 
     async def Generate(self, request: Any, context: Any) -> Any:
         """Text for a prompt, in one message."""
@@ -131,6 +134,7 @@ class TextServicer(PoolMethods):
         span = self._desk.tracer.start(f"{SERVICE}/{method}", above)
         received, remaining = asyncio.get_running_loop().time(), context.time_remaining()
         seconds = None if remaining is None or remaining > _FOREVER_S else remaining
+        known = admitted()
         ingress = Ingress(
             request_id=given_id or uuid.uuid4().hex,
             received=received,
@@ -138,6 +142,10 @@ class TextServicer(PoolMethods):
             span=span,
             deadline=self._desk.deadline(received, seconds),
             session=metadata.get("x-session-id", "")[:_MAX_SESSION_CHARS],
+            asked=method,
+            client=client_of(self._gate, context, metadata),
+            caller=known.caller if known else "",
+            use=known.use if known else None,
         )
         attributes: telemetry.Attributes = {"rpc.system.name": "grpc", "rpc.method": method}
         try:
@@ -148,9 +156,9 @@ class TextServicer(PoolMethods):
         span.end(attributes=attributes)
 
 
-def add_text_service(desk: FrontDesk, server: grpc.aio.Server) -> None:
+def add_text_service(desk: FrontDesk, server: grpc.aio.Server, gate: Gate) -> None:
     """Registers TextService; every method answers errors the same way."""
-    servicer = TextServicer(desk)
+    servicer = TextServicer(desk, gate)
     handlers = {}
     for method in pb.DESCRIPTOR.services_by_name["TextService"].methods:
         make = (

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from frontend.api.envelopes import error_body, is_anthropic
 from frontend.desk import FrontDesk
+from frontend.gate import Gate
 from frontend.request import Ingress
 from tidemill.runtime import telemetry
 from tidemill.runtime.errors import Cancelled, InternalError, InvalidRequest, NotFound, ServiceError
@@ -28,9 +29,20 @@ from tidemill.runtime.errors import Cancelled, InternalError, InvalidRequest, No
 _LOG = logging.getLogger("tidemill.frontend.http")
 SEND_PIECE = "send_piece"
 """Of a request's state: how the pieces of a body are sent once its head is out."""
+_SAFE = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"x-xss-protection", b"0"),
+    (b"referrer-policy", b"no-referrer"),
+)
+"""For browsers. The filter that x-xss-protection turns off was itself a way to attack pages."""
+_ONLY_TLS = (b"strict-transport-security", b"max-age=31536000")
+_NOTHING = (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'")
+_PROBES = frozenset({"/health", "/health/live", "/health/ready", "/v1/health", "/metrics"})
 _MAX_ID_CHARS = 128
 _MAX_TIMEOUT_DIGITS = 15
 _MAX_SESSION_CHARS = 256
+_MAX_PATH_CHARS = 200
 _DISCARD_FACTOR = 4
 Result = TypeVar("Result")
 
@@ -60,11 +72,14 @@ class JsonResponse(Response):
 
 
 class IngressMiddleware:
-    """Outermost: gives each request its id, deadline and SERVER span, and counts it."""
+    """Outermost: gives each request its id, deadline and SERVER span, logs and counts it, and gives
+    each answer the headers that keep browsers safe."""
 
-    def __init__(self, app: ASGIApp, desk: FrontDesk) -> None:
+    def __init__(self, app: ASGIApp, desk: FrontDesk, gate: Gate) -> None:
         self._app = app
         self._desk = desk
+        self._gate = gate
+        self._safe = [*_SAFE, *([_ONLY_TLS] if desk.config.tls_cert else [])]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,6 +90,8 @@ class IngressMiddleware:
         span = self._start_span(request)
         given_id = request.headers.get("x-request-id", "")
         request_id = given_id if _is_id(given_id) else uuid.uuid4().hex
+        began, client = asyncio.get_running_loop().time(), self._client(scope, request)
+        _LOG.debug("%s %s from %s", request.method, path, client)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -82,12 +99,12 @@ class IngressMiddleware:
                 status = message["status"]
                 names = (b"x-request-id", *([b"request-id"] if is_anthropic(path) else []))
                 ids = [(name, request_id.encode()) for name in names]
-                message["headers"] = [*message["headers"], *ids]
+                message["headers"] = _with_safe([*message["headers"], *ids], self._safe)
             await send(message)
 
         try:
             state[SEND_PIECE] = send  # everyone between here and a route looks at heads alone
-            state["ingress"] = self._ingress(request, request_id, span)
+            state["ingress"] = self._ingress(request, request_id, span, client)
             await self._app(scope, receive, send_with_id)
         except Exception as failure:
             if status:
@@ -103,7 +120,7 @@ class IngressMiddleware:
                 attributes={"http.route": route, "http.response.status_code": status},
                 error=f"status {status}" if status >= 500 else None,
             )
-            _LOG.debug("%s %s %d", request.method, path, status, extra={"request_id": request_id})
+            self._log_end(request, request_id, client, status, began)
 
     def _start_span(self, request: Request) -> telemetry.Span:
         headers, path = request.headers, request.scope["path"]
@@ -112,7 +129,37 @@ class IngressMiddleware:
             return telemetry.Span(self._desk.tracer, above)  # probes and scrapes are not traced
         return self._desk.tracer.start(f"{request.method} {path}", above)
 
-    def _ingress(self, request: Request, request_id: str, span: telemetry.Span) -> Ingress:
+    def _client(self, scope: Scope, request: Request) -> str:
+        peer = scope.get("client")
+        return self._gate.client(
+            peer[0] if peer else "", request.headers.get("x-forwarded-for", "")
+        )
+
+    def _log_end(
+        self, request: Request, request_id: str, client: str, status: int, began: float
+    ) -> None:
+        """Walks of a model's requests have a line of their own, which says more; here are all that
+        were refused, and all others but probes."""
+        path = request.scope["path"]
+        has_line = status < 400 and request.method == "POST" and path.startswith("/v1/")
+        is_probe = path in _PROBES and status != 500
+        level = logging.DEBUG if has_line or is_probe else logging.INFO
+        if not _LOG.isEnabledFor(level):
+            return
+        ingress = request.scope["state"].get("ingress")
+        facts = {
+            "request_id": request_id,
+            "client": client,
+            "status": status,
+            "seconds": round(asyncio.get_running_loop().time() - began, 4),
+        }
+        if ingress is not None and ingress.caller:
+            facts["key"] = ingress.caller
+        _LOG.log(level, "%s %s %d", request.method, path[:_MAX_PATH_CHARS], status, extra=facts)
+
+    def _ingress(
+        self, request: Request, request_id: str, span: telemetry.Span, client: str
+    ) -> Ingress:
         received = asyncio.get_running_loop().time()
         given_id = request.headers.get("x-request-id", "")
         if given_id and not _is_id(given_id):
@@ -137,7 +184,24 @@ class IngressMiddleware:
             span=span,
             deadline=deadline,
             session=request.headers.get("x-session-id", "")[:_MAX_SESSION_CHARS],
+            asked=request.scope["path"],
+            client=client,
         )
+
+
+def _with_safe(
+    headers: list[tuple[bytes, bytes]], safe: list[tuple[bytes, bytes]]
+) -> list[tuple[bytes, bytes]]:
+    """Pages keep the headers that they chose themselves; anything else may do nothing at all."""
+    chosen = {name for name, _ in headers}
+    if b"content-security-policy" not in chosen and not _is_html(headers):
+        headers.append(_NOTHING)
+    headers += [pair for pair in safe if pair[0] not in chosen]
+    return headers
+
+
+def _is_html(headers: list[tuple[bytes, bytes]]) -> bool:
+    return any(name == b"content-type" and text.startswith(b"text/html") for name, text in headers)
 
 
 def error_response(error: ServiceError, path: str) -> Response:

@@ -8,13 +8,16 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from frontend.api import chat, completions
 from frontend.api.admin import admin_routes
 from frontend.api.classify import classify_routes
+from frontend.api.cors import cors_options
 from frontend.api.document import DocumentedApp, documented
 from frontend.api.embeddings import embeddings_routes
+from frontend.api.gated import GateMiddleware
 from frontend.api.health import health_routes
 from frontend.api.http import (
     IngressMiddleware,
@@ -33,6 +36,7 @@ from frontend.api.rerank import rerank_routes
 from frontend.api.responses import responses_routes
 from frontend.api.sse import EventStream
 from frontend.desk import FrontDesk
+from frontend.gate import Gate
 from tidemill import __version__
 from tidemill.runtime.errors import ServiceError
 
@@ -47,8 +51,8 @@ class _BusyRoute(APIRoute):
         return handler
 
 
-def build_http(desk: FrontDesk) -> FastAPI:
-    """The ASGI application that serves `desk`."""
+def build_http(desk: FrontDesk, gate: Gate) -> FastAPI:
+    """The ASGI application that serves `desk` to whom `gate` lets in."""
     app = DocumentedApp(title="Tidemill", version=__version__)
     app.router.route_class = _BusyRoute
 
@@ -88,5 +92,10 @@ def build_http(desk: FrontDesk) -> FastAPI:
 
     for kind in (ServiceError, HTTPException):
         app.add_exception_handler(kind, answer_failure)
-    app.add_middleware(IngressMiddleware, desk=desk)
+    # The last one added is outermost: id, log and safe headers, then CORS, then the gate.
+    if not gate.is_open:
+        app.add_middleware(GateMiddleware, gate=gate, config=desk.config)
+    if (cors := cors_options(desk.config)) is not None:
+        app.add_middleware(CORSMiddleware, **cors)
+    app.add_middleware(IngressMiddleware, desk=desk, gate=gate)
     return app

@@ -21,6 +21,7 @@ from frontend.fleet.views import RequestView
 from frontend.messages import EngineFacts, Load
 from frontend.rounds import Rounds
 from tidemill.runtime.errors import FailedPrecondition, Overloaded, ServiceError, Unavailable
+from tidemill.security.client_tls import Dialer
 
 _LOG = logging.getLogger("tidemill.frontend.fleet")
 _TICK_S = 0.25
@@ -33,20 +34,20 @@ LoadModel = Callable[[EngineFacts, Fetch], Awaitable[None]]
 
 
 class Fleet:
-    """Owns the clients of all engines. `load_model` is awaited with the facts of an engine before
-    it gets requests, and with what fetches its tokenizer."""
+    """Owns the clients of all engines, whose connections `dial` opens. `load_model` is awaited with
+    the facts of an engine before it gets requests, and with what fetches its tokenizer."""
 
     def __init__(
         self,
         discovery: Discovery,
         *,
         routing: str,
-        max_message_bytes: int,
+        dial: Callable[[str], Dialer],
         load_model: LoadModel,
     ) -> None:
         self._discovery = discovery
         self._policy = POLICIES[routing]
-        self._max_message_bytes = max_message_bytes
+        self._dial = dial
         self._load_model = load_model
         self._rounds = Rounds()
         self._members: dict[str, Member] = {}
@@ -199,8 +200,7 @@ class Fleet:
         """New addresses join; those that are gone leave when they have finished."""
         for address in addresses - self._members.keys():
             client = EngineClient(
-                address,
-                max_message_bytes=self._max_message_bytes,
+                self._dial(address),
                 rounds=self._rounds,
                 on_connected=self._adopt,
                 on_change=self._on_change,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine_service.core.admission import Admission, Capacity
-from engine_service.core.messages import Abort, Finish, FinishReason, StepOutput, Submit
+from engine_service.core.messages import Abort, Finish, FinishReason, Reject, StepOutput, Submit
 from engine_service.core.pages import PageManager
 from engine_service.core.params import DecodingChoice, SamplingParams, SchedulerLimits
 from engine_service.core.scheduler import Scheduler
@@ -34,6 +34,7 @@ class Desk:
         token_budget: int = 32,
         logit_budget: int = 32,
         queue: int = 100,
+        max_queue_delay_s: float = 0.0,
         age_bound_s: float = 30.0,
         reveals: int = 2,
     ) -> None:
@@ -70,6 +71,7 @@ class Desk:
                 logit_budget=logit_budget,
                 canvas_budget=token_budget,
                 max_queued_requests=queue,
+                max_queue_delay_s=max_queue_delay_s,
                 age_bound_s=age_bound_s,
             ),
             clock=lambda: self.now,
@@ -80,14 +82,14 @@ class Desk:
 
     def submit(
         self, key: int, prompt_len: int, max_tokens: int, method: str | None = None, **fields: Any
-    ) -> None:
-        """A request whose prompt no other request shares."""
+    ) -> list[Reject]:
+        """A request whose prompt no other request shares; answers who was given up for it."""
         fields.setdefault("arrival_ns", self.now)
         prompt = [(key * 31 + i * 7) % 90 for i in range(prompt_len)]
         sampling = SamplingParams(max_tokens=max_tokens, seed=key)
         decoding = DecodingChoice(method=method)
         packed = struct.pack(f"<{prompt_len}I", *prompt)
-        self.scheduler.submit(
+        given_up = self.scheduler.submit(
             Submit(
                 key=key,
                 request_id=str(key),
@@ -98,6 +100,7 @@ class Desk:
             )
         )
         self.tokens[key] = 0
+        return given_up
 
     def decide(self, plan: StepPlan) -> Decisions:
         """Token 5 everywhere; a diffusion span reveals its first positions."""
@@ -203,7 +206,7 @@ def test_prompts_are_not_starved_by_decoding_rows() -> None:
     desk.submit(2, 24, 4)
     # Let the prompt in beside a row that could take every step's whole budget.
     waiting = next(iter(planner._waiting))
-    planner._waiting.remove(waiting)
+    planner._waiting.start(waiting, 24)
     waiting.row = planner._free_rows.pop()
     planner._running[2] = waiting
     for _ in range(12):
