@@ -24,9 +24,7 @@ from tests.waiting import PATIENCE_S, free_port
 from tidemill.runtime.rpc import channel_options
 from tidemill.v1 import text_pb2, text_pb2_grpc
 
-ENGINE = (
-    "demo", "--executor=simulated", "--num-pages=8192", "--log-level=warning",
-)  # fmt: skip
+ENGINE = ("demo", "--executor=simulated", "--num-pages=8192", "--log-level=warning")
 
 
 @dataclass

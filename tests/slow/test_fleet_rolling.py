@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +135,5 @@ async def test_control_killed_instead_of_asked_to_stop_some_fail(tmp_path: Path)
         async with load.running():
             await asyncio.sleep(3)
             made.kill(engines[0])
-            with suppress(TimeoutError):
-                async with asyncio.timeout(20):
-                    while not load.failures:
-                        await asyncio.sleep(0.1)
+            await asyncio.sleep(5)
         assert any("the engine was lost" in one for one in load.failures), load.failures
