@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -56,6 +57,8 @@ class Fleet:
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._number = 0
+        self.live: Counter[str] = Counter()
+        """Requests that engines have, by the fairness key of their client. Written by routes."""
         self.prefixes = Prefixes() if routing == "prefix_affinity" else None
 
     def start(self) -> None:
@@ -146,9 +149,12 @@ class Fleet:
             retry_after_ms=_RETRY_AFTER_MS,
         )
 
-    def check_room(self) -> None:
+    def check_room(self, tenant: str, priority: int) -> None:
         """Raises Overloaded when every engine's queue is full: whatever came now would be
-        tokenized and sent for nothing."""
+        tokenized and sent for nothing. Whoever has nothing there yet, or is more urgent, may ask
+        all the same: an engine gives him the place of somebody who has much."""
+        if priority > 0 or not self.live[tenant]:
+            return
         views = [one.view() for one in self.usable()]
         if views and all(one.is_full for one in views):
             waiting, most = sum(v.queued for v in views), sum(v.max_queued for v in views)
