@@ -85,10 +85,10 @@ class Site:
         raise AssertionError(f"wanted {states}, still {now} after {seconds} s")
 
     async def metric(self, frontend: int, name: str) -> float:
-        """The sum of a metric's lines."""
+        """The sum of a metric's lines; `name` may go on with labels."""
         async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
             text = (await client.get(f"http://{HOST}:{frontend}/metrics")).text
-        lines = [one for one in text.splitlines() if one.startswith(f"{name}{{")]
+        lines = [one for one in text.splitlines() if one.startswith(name)]
         return sum(float(one.rpartition(" ")[2]) for one in lines)
 
 
