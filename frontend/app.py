@@ -14,6 +14,7 @@ import grpc
 import uvicorn
 
 from frontend.api.grpc_gate import GateInterceptor
+from frontend.api.grpc_oip import OIP_SERVICE, add_oip_service
 from frontend.api.grpc_text import SERVICE, add_text_service
 from frontend.api.routes import build_http
 from frontend.config import FrontendConfig
@@ -25,9 +26,9 @@ from tidemill.runtime.errors import FailedPrecondition
 from tidemill.runtime.health import Health
 from tidemill.runtime.parsing import MalformedRequests
 from tidemill.runtime.rpc import bind, server_options
-from tidemill.runtime.telemetry import Tracer
 from tidemill.security.health_port import HealthPort
 from tidemill.security.server_tls import ServerTls, server_tls
+from tidemill.telemetry.tracer import Tracer
 
 _LOG = logging.getLogger("tidemill.frontend")
 _CLOSING_S = 2.0
@@ -42,7 +43,10 @@ class FrontendServer:
         self._config = config
         self._gate = Gate(config)
         self._tls = server_tls(config)
-        self.desk = FrontDesk(config, Tracer("tidemill-frontend", config.otlp_endpoint))
+        tracer = Tracer(
+            "tidemill-frontend", config.otlp_endpoint, sample_ratio=config.trace_sample_ratio
+        )
+        self.desk = FrontDesk(config, tracer)
         self._health = Health(("", "liveness", "readiness", SERVICE))
         gates = () if self._gate.is_open else (GateInterceptor(self._gate),)
         self._grpc = grpc.aio.server(
@@ -137,7 +141,9 @@ class FrontendServer:
     async def _open(self, listener: socket.socket) -> None:
         config = self._config
         add_text_service(self.desk, self._grpc, self._gate)
-        await self._health.register(self._grpc, reflection=(SERVICE,) if config.reflection else ())
+        add_oip_service(self.desk, self._grpc, self._gate)
+        names = (SERVICE, OIP_SERVICE)
+        await self._health.register(self._grpc, reflection=names if config.reflection else ())
         self._health.tell("liveness", True)
         credentials = self._tls.grpc_credentials() if self._tls else None
         self.grpc_port = bind(
