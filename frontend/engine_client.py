@@ -283,6 +283,6 @@ class EngineClient:
         """Raises Unavailable when the core has been stuck for too long with requests of ours."""
         self.load = convert.to_load(report)
         self._slots.reported()
-        self._alive.reported(report.engine_silence_ms / 1000)
+        self._alive.reported(report.engine_silence_ms / 1000, is_stalled=report.stalled)
         if self._alive.is_hopeless and len(self._slots):
             raise Unavailable(f"at {self.address} {self._silence()}")

@@ -125,7 +125,6 @@ def to_facts(answer: pb.GetEngineInfoResponse) -> EngineFacts:
         embedding_size=answer.pooling.dimensions,
         page_size=answer.cache.page_size,
         max_rows=answer.limits.max_rows,
-        max_queued=answer.limits.max_queued_requests,
     )
 
 
