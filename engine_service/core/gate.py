@@ -26,16 +26,18 @@ class Gate:
             )
         )
 
-    def room_for(self, submit: Submit, num_running: int) -> Request | None:
+    def room_for(self, submit: Submit, num_rows: int, num_running: int) -> Request | None:
         """Raises Overloaded where there is no room. Answers whose place the sequence may have:
-        nearly always nobody's.
+        nearly always nobody's. Of the `num_rows` that requests can hold `num_running`
+        are taken: the others are had without anybody ending.
 
         A key that fills the queue gives up its youngest for another key's, or for what is more
         urgent; else one tenant could lock the others out.
         """
         waiting = self._waiting
         ahead = waiting.num_ahead(submit.priority, submit.fairness_key)
-        found = Found(len(waiting), waiting.num_tokens, ahead, num_running)
+        ahead -= max(0, num_rows - num_running)
+        found = Found(len(waiting), waiting.num_tokens, max(0, ahead), num_rows)
         num_tokens = len(submit.prompt) // _TOKEN_BYTES
         try:
             self._bounds.check(found, num_tokens)

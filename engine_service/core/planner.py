@@ -43,8 +43,8 @@ class Planner:
         self._waits_for_pages = False
         """A row found no page: nothing is launched until preemption is possible again."""
         self.paused: PauseMode | None = None
-        self.num_ran = 0
-        """Requests with a row when the last step was planned; many may have ended with it."""
+        self.num_servable = limits.max_rows
+        """Rows that requests can hold at once, as the last plan found: all, or as many as had pages."""
         self._foresees = False
         """Enough rows decide for the plan that is being made to look beyond decisions."""
 
@@ -102,12 +102,11 @@ class Planner:
         draft = self._new_draft()
         if self.paused is PauseMode.KEEP or (beside_step and self._waits_for_pages):
             return draft
-        self._waits_for_pages = False
+        self._waits_for_pages, self.num_servable = False, self._limits.max_rows
         aged_before = now - self._age_bound_ns
         if self._plan_running(draft, aged_before, beside_step) and self._free_rows:
             self._plan_waiting(draft, aged_before, now)
         draft.steady = self.convoy.launch()
-        self.num_ran = len(self._running)
         num_rows = len(draft.spans) + len(self.convoy)
         if num_rows:
             self.counting.step(self._limits.token_budget - draft.budget.tokens, num_rows)
@@ -268,6 +267,7 @@ class Planner:
         missing = pages.pages_for(room) - len(match.pages)
         request.row = self._free_rows[-1]
         fits = missing <= pages.num_free
+        self.num_servable = self._limits.max_rows if fits else len(self._running)
         span = request.strategy.plan(request.view(), draft.budget) if fits else None
         if span is None:
             pages.release(table)

@@ -115,7 +115,7 @@ class Scheduler:
         Answers who was given up for it: nearly always nobody.
         """
         assert submit.key not in self._requests, f"key {submit.key} is live already"
-        given_up = self._gate.room_for(submit, self.planner.num_ran)
+        given_up = self._gate.room_for(submit, self.planner.num_servable, self.load.running)
         admitted = self._admission.admit(submit)
         request = open_request(submit, admitted, self._pages, self._clock())
         if request.constraint is not None:
@@ -127,7 +127,7 @@ class Scheduler:
         if given_up is None:
             return []
         self._release(given_up)
-        return [self._gate.refusal(given_up, self.planner.num_ran)]
+        return [self._gate.refusal(given_up, self.planner.num_servable)]
 
     def abort(self, abort: Abort) -> None:
         """Ends a sequence; its row and pages go back when the steps that name it are collected."""

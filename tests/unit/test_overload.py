@@ -52,7 +52,7 @@ def test_at_twice_the_load_the_engine_stays_busy_and_waits_stay_short(seed: int)
     assert calm.refused < 0.05 * 0.8 * CAPACITY * 3.0
     assert busy.served >= 0.9
     assert busy.p99_s <= 3 * calm.p99_s
-    assert busy.p99_s <= 1.5 * WAIT_S
+    assert busy.p99_s <= 2 * WAIT_S
 
 
 def test_control_a_bound_by_number_alone_lets_everybody_wait(seed: int) -> None:

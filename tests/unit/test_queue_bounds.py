@@ -102,3 +102,19 @@ def test_a_full_queue_makes_room_for_another_key() -> None:
     while desk.scheduler.has_work:
         desk.step()
     assert desk.finishes.keys() == {1, 2, 3, 9}
+
+
+def test_a_burst_on_free_rows_waits_for_prompts_alone() -> None:
+    """Rows stay for long, but nobody has to end for those who find one free."""
+    desk = Desk(max_rows=8, max_queue_delay_s=0.05)
+    for key in range(1, 9):
+        desk.submit(key, 3, 40)
+    desk.run()
+    for key in range(11, 19):
+        desk.submit(key, 3, 10)  # half of them before a step, half behind it
+        if key == 14:
+            desk.step()
+    with pytest.raises(Overloaded, match="--max-queue-delay-s"):
+        for key in range(21, 60):
+            desk.submit(key, 3, 10)
+    desk.run()
