@@ -27,7 +27,7 @@ from tidemill.runtime.health import Health
 from tidemill.runtime.parsing import MalformedRequests
 from tidemill.runtime.rpc import bind, server_options
 from tidemill.security.health_port import HealthPort
-from tidemill.security.server_tls import ServerTls, server_tls
+from tidemill.security.server_tls import ServerTls, port_credentials, server_tls
 from tidemill.telemetry.tracer import Tracer
 
 _LOG = logging.getLogger("tidemill.frontend")
@@ -145,7 +145,7 @@ class FrontendServer:
         names = (SERVICE, OIP_SERVICE)
         await self._health.register(self._grpc, reflection=names if config.reflection else ())
         self._health.tell("liveness", True)
-        credentials = self._tls.grpc_credentials() if self._tls else None
+        credentials = port_credentials(self._tls)
         self.grpc_port = bind(
             self._grpc, config.host, config.grpc_port, flag="--grpc-port", credentials=credentials
         )

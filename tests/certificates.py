@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from pathlib import Path
 from typing import NamedTuple
 
 import trustme
 
+from tests.waiting import PATIENCE_S
 from tidemill.security.client_tls import ClientTls
 
 
@@ -46,3 +48,12 @@ class Authority:
         if own is not None:
             context.load_cert_chain(*own)
         return context
+
+
+def shown(port: int, context: ssl.SSLContext, name: str = "localhost") -> bytes | None:
+    """The certificate that a new connection to a port of this machine is shown."""
+    with (
+        socket.create_connection(("127.0.0.1", port), PATIENCE_S) as plain,
+        context.wrap_socket(plain, server_hostname=name) as secure,
+    ):
+        return secure.getpeercert(binary_form=True)

@@ -29,7 +29,7 @@ from tidemill.runtime.health import Health
 from tidemill.runtime.parsing import MalformedRequests
 from tidemill.runtime.rpc import bind, server_options
 from tidemill.security.health_port import HealthPort
-from tidemill.security.server_tls import server_tls
+from tidemill.security.server_tls import port_credentials, server_tls
 from tidemill.telemetry.tracer import Tracer
 from tidemill.v1 import engine_pb2_grpc
 
@@ -105,13 +105,13 @@ class EngineServer:
             _LOG.info("serving %s for gateways", add_vllm_engine(desk, server))
         await self._health.register(server, reflection=_NAMES if config.reflection else ())
         self._open_metrics()
-        credentials = self._tls.grpc_credentials() if self._tls else None
+        credentials = port_credentials(self._tls)
         self.port = bind(
             server, config.host, config.engine_port, flag="--engine-port", credentials=credentials
         )
         if config.health_port is not None:
             self._probes = await HealthPort.open(self._health, config.host, config.health_port)
-        await self.sideline.open(credentials)
+        await self.sideline.open(port_credentials(self._tls))
         await server.start()
         desk.board.move(EngineState.LOADING, "starting the core process")
         await desk.core.open(self._rank.sock)

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine_service.server.launch import EngineServer
 from frontend.app import FrontendServer
-from tests.certificates import Authority
+from tests.certificates import Authority, shown
 from tests.service.engine_fixtures import config, engine
 from tests.service.frontends import frontend_for, write_tokenizer
 from tests.waiting import PATIENCE_S, http_client, until
@@ -98,6 +98,21 @@ async def test_a_session_is_opened_again_with_the_certificates_of_the_day(
                 await until(lambda: client.state == "ready" and client.instance_id != first)
             finally:
                 await again.stop()
+
+
+async def test_every_port_of_an_engine_shows_the_renewed_certificate(
+    authority: Authority,
+) -> None:
+    """Operators' port and the main one, whichever is asked first."""
+    flags, context = engine_flags(authority), authority.context()
+    del flags["tls_client_ca"]
+    async with engine(**flags, admin_port=0) as server:
+        ports = (server.port, server.sideline.admin_port)
+        before = [await asyncio.to_thread(shown, port, context, NAME) for port in ports]
+        authority.sign("engine", NAME)
+        after = [await asyncio.to_thread(shown, port, context, NAME) for port in ports]
+    assert before[0] == before[1]
+    assert after[0] == after[1] != before[0]
 
 
 async def test_an_engine_with_mtls_answers_probes_on_another_port(authority: Authority) -> None:

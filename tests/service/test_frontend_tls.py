@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from frontend.app import FrontendServer
 from frontend.config import FrontendConfig
-from tests.certificates import Authority, Pair
+from tests.certificates import Authority, Pair, shown
 from tests.service.frontends import stack
 from tests.waiting import PATIENCE_S
 from tidemill.client import AsyncClient, Client
@@ -122,15 +121,6 @@ def join(target: str, *sources: str) -> str:
     """All of the files in one."""
     Path(target).write_bytes(b"".join(Path(source).read_bytes() for source in sources))
     return target
-
-
-def shown(port: int, context: ssl.SSLContext) -> bytes | None:
-    """The certificate that a new connection is shown."""
-    with (
-        socket.create_connection(("127.0.0.1", port), PATIENCE_S) as plain,
-        context.wrap_socket(plain, server_hostname="localhost") as secure,
-    ):
-        return secure.getpeercert(binary_form=True)
 
 
 async def test_a_renewed_certificate_serves_new_connections_and_old_streams_go_on(

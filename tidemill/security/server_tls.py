@@ -120,5 +120,11 @@ def server_tls(flags: TlsFlags) -> ServerTls | None:
     return None
 
 
+def port_credentials(tls: ServerTls | None) -> grpc.ServerCredentials | None:
+    """New ones for one port, None for plaintext. Two ports must not share theirs: what changed is
+    told once, to the port that asks first."""
+    return None if tls is None else tls.grpc_credentials()
+
+
 def _no_passphrase() -> str:
     raise ValueError("the key has a passphrase")
