@@ -249,7 +249,7 @@ class Scheduler:
             num_positions = span.decide_stop - span.decide_start
             self._planner.counting.denoised(num_positions, len(run))
         if request.marks is not None:
-            request.mark(now, span, len(run), bool(before.token_ids))
+            request.mark(request.marks, now, span, len(run))
         if request.first_token_ns is None and run:
             request.first_token_ns = now
         if len(committed) >= request.table.seal_at:
