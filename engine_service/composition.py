@@ -63,6 +63,8 @@ def compose(config: EngineConfig, report: Report) -> Engine:
             logit_budget=resolved.logit_budget,
             canvas_budget=resolved.canvas_budget,
             max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+            max_queue_delay_s=config.max_queue_delay_s,
             age_bound_s=config.age_bound_s,
         ),
     )

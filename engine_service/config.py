@@ -51,8 +51,15 @@ class EngineConfig:
     """Reuse the KV of equal prompt prefixes."""
     max_queued_requests: int = 1024
     """Waiting requests before new ones are refused with RESOURCE_EXHAUSTED."""
+    max_queued_tokens: int = 4 << 20
+    """Tokens of all waiting requests (about 40 bytes of memory each) before new ones are refused.
+    An empty queue takes any request."""
+    max_queue_delay_s: float = 30.0
+    """New requests are refused when they would wait longer than this for a row, as the measured
+    turnover of rows says; 0: any wait. It bounds the time to the first token under overload: set it
+    to what your clients have patience for."""
     age_bound_s: float = 30.0
-    """A request that waited this long goes before every priority."""
+    """A request that waited this long goes before every priority; fairness keys still share."""
     max_logprobs: int = 20
     """Most alternatives a request may ask for per token."""
     default_method: str | None = None
@@ -75,6 +82,18 @@ class EngineConfig:
     """Address to listen on."""
     engine_port: int = 50061
     """Port of the engine's gRPC services; 0 takes a free one."""
+    vllm_facade: bool = False
+    """Serve vllm.grpc.engine.VllmEngine too, by which gateways such as SMG drive an engine."""
+    tls_cert: str | None = None
+    """PEM file of this server's certificate and its chain; TLS on all ports but --health-port. Read
+    again when it changes, like the next two."""
+    tls_key: str | None = None
+    """PEM file of the certificate's key."""
+    tls_client_ca: str | None = None
+    """PEM file of CAs; callers must show a certificate that one of them signed (mTLS)."""
+    health_port: int | None = None
+    """Plaintext port that serves grpc.health.v1 alone, for probes that speak no TLS; 0 takes a free
+    one; default: none."""
     reflection: bool = False
     """Serve gRPC reflection."""
     max_message_bytes: int = 64 << 20

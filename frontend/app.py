@@ -7,21 +7,27 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+import ssl
+from collections.abc import Callable, Iterator
 
 import grpc
 import uvicorn
 
+from frontend.api.grpc_gate import GateInterceptor
+from frontend.api.grpc_oip import OIP_SERVICE, add_oip_service
 from frontend.api.grpc_text import SERVICE, add_text_service
 from frontend.api.routes import build_http
 from frontend.config import FrontendConfig
 from frontend.desk import FrontDesk
+from frontend.gate import Gate
 from frontend.parsers.registry import output_format
 from frontend.template_pool import prepare
 from tidemill.runtime.errors import FailedPrecondition
 from tidemill.runtime.health import Health
 from tidemill.runtime.parsing import MalformedRequests
 from tidemill.runtime.rpc import bind, server_options
+from tidemill.security.health_port import HealthPort
+from tidemill.security.server_tls import ServerTls, server_tls
 from tidemill.telemetry.tracer import Tracer
 
 _LOG = logging.getLogger("tidemill.frontend")
@@ -35,17 +41,21 @@ class FrontendServer:
 
     def __init__(self, config: FrontendConfig) -> None:
         self._config = config
+        self._gate = Gate(config)
+        self._tls = server_tls(config)
         tracer = Tracer(
             "tidemill-frontend", config.otlp_endpoint, sample_ratio=config.trace_sample_ratio
         )
         self.desk = FrontDesk(config, tracer)
         self._health = Health(("", "liveness", "readiness", SERVICE))
+        gates = () if self._gate.is_open else (GateInterceptor(self._gate),)
         self._grpc = grpc.aio.server(
-            interceptors=(MalformedRequests(),), options=server_options(config.max_message_bytes)
+            interceptors=(*gates, MalformedRequests()),
+            options=server_options(config.max_message_bytes),
         )
         self._http = _Uvicorn(
             uvicorn.Config(
-                build_http(self.desk),
+                build_http(self.desk, self._gate),
                 http="httptools",
                 ws="none",
                 lifespan="off",
@@ -53,12 +63,20 @@ class FrontendServer:
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # the gate knows which proxies to trust
+                ssl_context_factory=_context_of(self._tls),
                 timeout_graceful_shutdown=int(_CLOSING_S),
             )
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.http_port = 0
         self.grpc_port = 0
+        self._probes: HealthPort | None = None
+
+    @property
+    def health_port(self) -> int | None:
+        """The bound one, if probes have one of their own."""
+        return None if self._probes is None else self._probes.port
 
     @classmethod
     async def start(cls, config: FrontendConfig) -> FrontendServer:
@@ -69,7 +87,11 @@ class FrontendServer:
         """
         output_format(config.tool_call_parser, config.reasoning_parser, None)
         listener = _listen(config.host, config.http_port)
-        server = cls(config)
+        try:
+            server = cls(config)
+        except BaseException:
+            listener.close()
+            raise
         try:
             await server._open(listener)
         except BaseException:
@@ -111,15 +133,24 @@ class FrontendServer:
         watch, serving = self._tasks
         watch.cancel()
         await asyncio.gather(watch, serving, return_exceptions=True)
+        if self._probes is not None:
+            await self._probes.close()
         await self.desk.close()
         _LOG.info("stopped")
 
     async def _open(self, listener: socket.socket) -> None:
         config = self._config
-        add_text_service(self.desk, self._grpc)
-        await self._health.register(self._grpc, reflection=(SERVICE,) if config.reflection else ())
+        add_text_service(self.desk, self._grpc, self._gate)
+        add_oip_service(self.desk, self._grpc, self._gate)
+        names = (SERVICE, OIP_SERVICE)
+        await self._health.register(self._grpc, reflection=names if config.reflection else ())
         self._health.tell("liveness", True)
-        self.grpc_port = bind(self._grpc, config.host, config.grpc_port, flag="--grpc-port")
+        credentials = self._tls.grpc_credentials() if self._tls else None
+        self.grpc_port = bind(
+            self._grpc, config.host, config.grpc_port, flag="--grpc-port", credentials=credentials
+        )
+        if config.health_port is not None:
+            self._probes = await HealthPort.open(self._health, config.host, config.health_port)
         self.http_port = listener.getsockname()[1]
         await self._grpc.start()
         prepare()
@@ -130,7 +161,11 @@ class FrontendServer:
         ]
         _LOG.info(
             "listening",
-            extra={"http": f"http://{config.host}:{self.http_port}", "grpc_port": self.grpc_port},
+            extra={
+                "http": f"{'https' if self._tls else 'http'}://{config.host}:{self.http_port}",
+                "grpc_port": self.grpc_port,
+                "health_port": self.health_port,
+            },
         )
 
     async def _follow(self) -> None:
@@ -159,6 +194,11 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leaves signals to FrontendServer.run."""
         yield
+
+
+def _context_of(tls: ServerTls | None) -> Callable[..., ssl.SSLContext] | None:
+    """What uvicorn asks for its context; None: plaintext."""
+    return None if tls is None else lambda config, default: tls.http_context()
 
 
 def _listen(host: str, port: int) -> socket.socket:

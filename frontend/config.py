@@ -5,13 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tidemill.runtime.options import Secret
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendConfig:
     """Flags of the frontend."""
 
     engine: str = "127.0.0.1:50061"
-    """Address of the engine service."""
+    """Engines that serve one model: HOST:PORT, several with commas between them, dns:///NAME:PORT
+    (all of its addresses), or k8s:///NAMESPACE/SERVICE:PORT (EndpointSlices)."""
+    routing: Literal["least_loaded", "prefix_affinity", "round_robin", "session_affinity"] = (
+        "least_loaded"
+    )
+    """Which of several engines gets a request. prefix_affinity: one that has the beginning of the
+    prompt in its cache; session_affinity: the same for equal x-session-id, prompt_cache_key or
+    user. Both only as far as no engine gets much more to do than others."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     http_port: int = 8000
@@ -47,6 +56,53 @@ class FrontendConfig:
     Kubernetes about 5."""
     metrics_alias: Literal["none", "vllm"] = "none"
     """Write metrics under vLLM's names too, for dashboards and autoscalers that look for those."""
+    tls_cert: str | None = None
+    """PEM file of this server's certificate and its chain; TLS on all ports but --health-port. Read
+    again when it changes, like the next two."""
+    tls_key: str | None = None
+    """PEM file of the certificate's key."""
+    tls_client_ca: str | None = None
+    """PEM file of CAs; callers must show a certificate that one of them signed (mTLS)."""
+    health_port: int | None = None
+    """Plaintext port that serves grpc.health.v1 alone, for probes that speak no TLS; 0 takes a free
+    one; default: none."""
+    engine_tls_ca: str | None = None
+    """PEM file of the CA of the engine's certificate; speaks TLS with the engine."""
+    engine_tls_cert: str | None = None
+    """PEM file of the certificate that this frontend shows the engine (mTLS)."""
+    engine_tls_key: str | None = None
+    """PEM file of that certificate's key."""
+    engine_tls_name: str | None = None
+    """Name in the engine's certificate; default: the host of --engine."""
+    api_key: Secret | None = None
+    """One key that clients must show; better given as the variable TIDEMILL_API_KEY, because other
+    users of the machine see command lines."""
+    api_keys_file: str | None = None
+    """Lines of NAME sha256:HEX, as `tidemill key new NAME` makes them; clients must show the key of
+    one. Read again when it changes."""
+    public_metrics: bool = False
+    """Serve /metrics without a key."""
+    key_requests_per_minute: int = 0
+    """Requests that each key name may send; up to a minute's worth at once; 0: any number."""
+    key_tokens_per_minute: int = 0
+    """Tokens of prompts and outputs that each key name may use; 0: any number."""
+    ip_requests_per_minute: int = 0
+    """Requests that each address may send, with a key or without; 0: any number."""
+    ip_tokens_per_minute: int = 0
+    """Tokens of prompts and outputs that each address may use; 0: any number."""
+    trusted_proxies: str = ""
+    """Addresses and networks, with commas between, whose x-forwarded-for names the client."""
+    cors_origins: str = ""
+    """Origins, with commas between, whose pages may call the HTTP interface from a browser; * for
+    all of them."""
+    cors_methods: str = "GET,POST,DELETE"
+    """Methods that such pages may use."""
+    cors_headers: str = "*"
+    """Headers that such pages may send."""
+    cors_credentials: bool = False
+    """Let such pages send cookies and client certificates along."""
+    log_prompts: int = 0
+    """Characters of each prompt that are shown in its request's log line; 0: prompts stay out."""
     reflection: bool = False
     """Serve gRPC reflection."""
     otlp_endpoint: str | None = None

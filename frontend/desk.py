@@ -17,7 +17,9 @@ from pathlib import Path
 from frontend.background import Background
 from frontend.config import FrontendConfig
 from frontend.encode_pool import EncodePool
-from frontend.engine_client import EngineClient
+from frontend.fleet.discovery import discovery_of
+from frontend.fleet.fleet import Fetch, Fleet
+from frontend.fleet.fleet_metrics import FleetMetrics
 from frontend.generation import Generation
 from frontend.messages import EngineFacts
 from frontend.metrics import Metrics
@@ -29,6 +31,8 @@ from frontend.shelf import new_replica
 from frontend.template_pool import TemplatePool
 from frontend.validation import check_ids
 from tidemill.runtime.errors import NotFound, Unavailable
+from tidemill.runtime.rpc import channel_options
+from tidemill.security.client_tls import Dialer, client_tls
 from tidemill.telemetry.tracer import Tracer
 
 _LOG = logging.getLogger("tidemill.frontend")
@@ -39,7 +43,7 @@ def _plain(stage: str) -> AbstractContextManager[None]:
 
 
 class FrontDesk:
-    """Owns the engine client, the served model, metrics and the set of live requests."""
+    """Owns the engines' sessions, the served model, metrics and the set of live requests."""
 
     def __init__(self, config: FrontendConfig, tracer: Tracer) -> None:
         self.config = config
@@ -55,11 +59,22 @@ class FrontDesk:
         self.is_draining = False
         self._is_closed = False
         self.started = time.monotonic()
-        self.engine = EngineClient(
-            config.engine,
-            max_message_bytes=config.max_message_bytes,
-            on_connected=self._load_model,
+        tls = client_tls(
+            config.engine_tls_ca,
+            config.engine_tls_cert,
+            config.engine_tls_key,
+            config.engine_tls_name,
         )
+        # Connections of their own: one that went silent is replaced, not found in gRPC's pool.
+        own = ("grpc.use_local_subchannel_pool", 1)
+        options = [*channel_options(config.max_message_bytes), own]
+        self.engine = Fleet(
+            discovery_of(config.engine),
+            routing=config.routing,
+            dial=lambda address: Dialer(address, options, tls),
+            load_model=self._load_model,
+        )
+        self.metrics.add(FleetMetrics(self.engine))
 
     @property
     def state(self) -> str:
@@ -157,10 +172,10 @@ class FrontDesk:
         return await self.pool.run(decode, token_ids, skip_special_tokens=skip_special_tokens)
 
     def metrics_text(self, accept: str = "") -> tuple[bytes, str]:
-        """The page for Prometheus, with the engine's last load report, and its content type."""
+        """The page for Prometheus, with the engines' last load reports, and its content type."""
         name = "" if self.model is None else self.model.name
         metrics, load = self.metrics, self.engine.load
-        metrics.engine_up.labels(name).set(self.engine.state != "connecting")
+        metrics.engine_up.labels(name).set(self.engine.num_open)
         metrics.num_running.labels(name).set(load.running)
         metrics.num_waiting.labels(name).set(load.waiting)
         metrics.kv_usage.labels(name).set(load.pages_used / max(1, load.pages_total))
@@ -183,7 +198,7 @@ class FrontDesk:
             _LOG.warning("%d requests outlived the drain and are aborted", len(self._live))
 
     async def close(self) -> None:
-        """Ends what runs in the background, the session with the engine and the threads."""
+        """Ends what runs in the background, the sessions with engines and the threads."""
         await self.background.close()
         await self.engine.close()
         self.pool.close()
@@ -191,7 +206,7 @@ class FrontDesk:
             await self._templates.close()
         await asyncio.to_thread(self.tracer.stop)
 
-    async def _load_model(self, facts: EngineFacts) -> None:
+    async def _load_model(self, facts: EngineFacts, fetch: Fetch) -> None:
         """A (re)connected engine: its tokenizer is fetched again only when it has changed."""
         known = self.model
         if known is not None and (known.facts.model_id, known.facts.tokenizer_sha256) == (
@@ -205,7 +220,7 @@ class FrontDesk:
             await self._take(await self.pool.run(load_model, self.config, facts, folder))
             return
         with tempfile.TemporaryDirectory(prefix="tidemill-tokenizer-") as name:
-            await self.engine.fetch_tokenizer(Path(name))
+            await fetch(Path(name))
             await self._take(await self.pool.run(load_model, self.config, facts, Path(name)))
 
     async def _take(self, model: ServedModel) -> None:

@@ -1,4 +1,4 @@
-"""The frontend's side of the engine: one session that carries every request, and what it needs.
+"""The frontend's side of one engine: a session that carries every request, and what it needs.
 
 It does not know text. Messages are translated by engine_convert.py.
 """
@@ -6,7 +6,6 @@ It does not know text. Messages are translated by engine_convert.py.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import socket
@@ -18,9 +17,10 @@ import grpc
 
 from frontend import engine_convert as convert
 from frontend.call import Call
+from frontend.engine_slots import Slots
+from frontend.liveness import SILENCE_S, Liveness
 from frontend.messages import EngineFacts, Load
 from frontend.messages import Sequence as EngineSequence
-from frontend.outbox import Outbox
 from frontend.rounds import Rounds
 from tidemill import __version__
 from tidemill.runtime.errors import (
@@ -28,17 +28,15 @@ from tidemill.runtime.errors import (
     InternalError,
     ServiceError,
     Unavailable,
-    from_grpc_code,
 )
-from tidemill.runtime.rpc import channel_options, to_error
+from tidemill.runtime.rpc import ended, to_error
+from tidemill.security.client_tls import Dialer
 from tidemill.telemetry.context import TraceContext
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc as rpc
 
 _LOG = logging.getLogger("tidemill.frontend.engine")
 _PROTOCOL = (1, 0)
-_SILENCE_S = 10.0
-"""Load reports come every two seconds; five missed ones mean that the engine is gone."""
 _ANSWER_S = 10.0
 _FIRST_BACKOFF_S = 0.25
 """An engine that is away or starting is asked this often: it costs little, and a client waits."""
@@ -47,79 +45,117 @@ _RETRY_AFTER_MS = 1000
 _PASSING = (Unavailable, InternalError)
 """What time may heal; gRPC calls a stream INTERNAL whose engine dies in its first message."""
 
-Connected = Callable[[EngineFacts], Awaitable[None]]
+Connected = Callable[["EngineClient", EngineFacts], Awaitable[None]]
 
 
 class EngineClient:
-    """Keeps a session to one engine open, for as long as the frontend lives.
+    """Keeps a session to one engine open, for as long as its owner wants.
 
-    `on_connected` is awaited with the engine's facts before requests are accepted. `load` is the
-    engine's last report; `last_error` says why there is no connection.
+    `on_connected` is awaited with the engine's facts before requests are accepted, `on_change` is
+    called when a session has been opened, and when one that was open is lost. `load` is the
+    engine's last report, `facts` what it said of itself while its session is open; `last_error`
+    says why there is none.
     """
 
-    def __init__(self, address: str, *, max_message_bytes: int, on_connected: Connected) -> None:
-        self._address = address
-        self._options = channel_options(max_message_bytes)
-        self._on_connected = on_connected
-        self._slots: dict[int, tuple[Call, int]] = {}
-        self._handles = itertools.count(1)
-        self._outbox: Outbox[pb.SessionRequest] = Outbox()
-        self._rounds = Rounds()
-        self._ready = asyncio.Event()
+    def __init__(
+        self,
+        dialer: Dialer,
+        *,
+        rounds: Rounds,
+        on_connected: Connected,
+        on_change: Callable[[EngineClient, bool], None],
+    ) -> None:
+        self.address = dialer.address
+        self._dialer = dialer
+        self._rounds = rounds
+        self._on_connected, self._on_change = on_connected, on_change
+        self._slots = Slots(rounds)
+        self._ready = False
         self._draining = False
+        self._alive = Liveness(0.0)
         self._task: asyncio.Task[None] | None = None
         self.channel: grpc.aio.Channel | None = None
+        self.lost = asyncio.Event()
+        """Of the session that is open, or of the one to come: set when it is lost."""
+        self.facts: EngineFacts | None = None
         self.instance_id = ""
+        self.num_pooling = 0
+        """Prompts that are being pooled there."""
         self.load = Load()
-        self.last_error = f"no connection to the engine at {address} yet"
+        self.last_error = f"no connection to the engine at {self.address} yet"
         self._last_reason, self._is_retriable = "", True
 
     def start(self) -> None:
         """Begins connecting in the background. Call in the running loop, once."""
-        self.channel = grpc.aio.insecure_channel(self._address, options=self._options)
-        self._task = asyncio.create_task(self._stay_connected(), name="engine-session")
+        self._task = asyncio.create_task(self._stay_connected(), name=f"engine {self.address}")
 
     async def close(self) -> None:
         """Ends the session; live requests fail."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        if self.channel is not None:
-            await self.channel.close()
+            self._ready, self._last_reason = False, "CLOSED"
+            self._lose(Unavailable("this frontend has closed the session", reason="CLOSED"))
+        await self._hang_up()
+
+    async def _hang_up(self) -> None:
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            await channel.close()
 
     @property
     def state(self) -> str:
-        """connecting, ready, stalled (not ready, but still asked: a step may be long), draining."""
-        if not self._ready.is_set():
+        """connecting, ready, silent (connected, but the engine or its core says nothing), or
+        draining."""
+        if not self._ready:
             return "connecting"
-        return "draining" if self._draining else "stalled" if self.load.stalled else "ready"
+        if self._draining:
+            return "draining"
+        return "silent" if self._silence() else "ready"
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it has said that it takes no new requests."""
+        return self._draining
+
+    @property
+    def trouble(self) -> str:
+        """Why it takes no requests; '' when it does."""
+        reasons = {
+            "connecting": self.last_error,
+            "draining": f"the engine at {self.address} is draining",
+            "silent": f"the engine at {self.address} is silent: {self._silence()}",
+        }
+        return reasons.get(self.state, "")
 
     @property
     def num_slots(self) -> int:
         """Sequences that the engine still owes something."""
         return len(self._slots)
 
-    async def wait_ready(self, timeout_s: float) -> bool:
-        """Whether a session is open, after waiting for it at most this long."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._ready.wait()
-        except TimeoutError:
-            return False
-        return True
+    @property
+    def sent(self) -> tuple[int, int]:
+        """(sequences, prompt tokens) sent since the last report; ended sequences are taken off."""
+        return self._slots.sent, self._slots.sent_tokens
+
+    def excuse(self, seconds: float) -> None:
+        """This process slept so long: it is not the engine that was silent."""
+        self._alive.excuse(seconds)
 
     def check_ready(self) -> None:
         """Raises Unavailable when new requests cannot be taken."""
-        if self.state == "draining":
+        state = self.state
+        if state == "draining":
             raise Unavailable(
                 "the engine is draining: it finishes running requests and then stops",
                 reason="DRAINING",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
-        if self.state == "connecting":
-            text = f"the engine at {self._address} is not up: {self.last_error}; try again shortly"
+        if state != "ready":
+            why = self._silence() if state == "silent" else self.last_error
+            text = f"the engine at {self.address} is not up: {why}; try again shortly"
             if not self._is_retriable:
-                text = f"cannot serve the engine at {self._address}: {self.last_error}"
+                text = f"cannot serve the engine at {self.address}: {why}"
             raise Unavailable(text, reason="ENGINE_NOT_UP", retry_after_ms=_RETRY_AFTER_MS)
 
     def open(
@@ -133,100 +169,93 @@ class EngineClient:
         """Submits one request; its sequences form one group. Raises Unavailable, and
         Overloaded when the engine does not read."""
         self.check_ready()
-        self._outbox.check_room()
-        handles = [next(self._handles) for _ in sequences]
-        call = Call(handles, release=self._release, stop=self._stop_matched, rounds=self._rounds)
-        for handle, sequence in zip(handles, sequences, strict=True):
-            self._slots[handle] = (call, sequence.index)
-            submit = pb.Submit(handle=handle, spec=convert.to_spec(sequence))
-            submit.spec.request_id = submit.spec.group = request_id
-            if timeout_ms is not None:
-                submit.spec.timeout_ms = timeout_ms
-            if trace is not None:
-                submit.spec.traceparent, submit.spec.tracestate = trace.traceparent, trace.state
-            self._outbox.put(pb.SessionRequest(submit=submit))
-        return call
+        return self._slots.open(request_id, sequences, timeout_ms=timeout_ms, trace=trace)
 
     async def fetch_tokenizer(self, folder: Path) -> None:
         """Writes the engine's tokenizer files into `folder`, and checks their digest."""
-        stub = _info(self.channel)
+        stub = rpc.EngineInfoServiceStub(self.channel)
         stream = stub.GetTokenizer(pb.GetTokenizerRequest(), timeout=60)
         try:
             await convert.unpack_tokenizer(stream, folder)
         finally:
             stream.cancel()
 
-    def _release(self, handles: list[int], abort: bool) -> None:
-        for handle in handles:
-            self._slots.pop(handle, None)
-        if abort and self._ready.is_set():
-            gone = pb.AbortHandles(handles=handles)
-            self._outbox.put(pb.SessionRequest(abort=gone))
-
-    def _stop_matched(self, handle: int, num_tokens: int, stop: str) -> None:
-        matched = pb.StopMatched(handle=handle, completion_tokens=num_tokens, stop_string=stop)
-        self._outbox.put(pb.SessionRequest(stop_matched=matched))
+    def _silence(self) -> str:
+        return self._alive.doubt(asyncio.get_running_loop().time())
 
     async def _stay_connected(self) -> None:
         backoff = _FIRST_BACKOFF_S
         while True:
             error: ServiceError
+            is_silent = False
             try:
                 await self._serve_session()
                 error = Unavailable("the engine closed the session")
             except grpc.RpcError as failure:
                 error = to_error(failure)
             except TimeoutError:
-                error = Unavailable(f"no sign of life from {self._address} for {_SILENCE_S} s")
+                error = Unavailable(f"no sign of life from {self.address} for {SILENCE_S:g} s")
+                is_silent = True
             except ServiceError as failure:
                 error = failure
             except Exception as bug:  # a bug must not leave the frontend without its session
                 _LOG.exception("the session with the engine failed")
                 error = InternalError(f"{type(bug).__name__}: {bug}")
-            if self._ready.is_set() or isinstance(error, Unavailable):
+            if self._ready or isinstance(error, Unavailable):
                 backoff = _FIRST_BACKOFF_S
             self._lose(error)
+            if is_silent:  # packets may vanish here for good; gRPC would notice much later
+                await self._hang_up()
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _LAST_BACKOFF_S)
 
     def _lose(self, error: ServiceError) -> None:
         """Every live request ends; nothing is resubmitted here."""
-        if self._ready.is_set() or error.reason != self._last_reason:
-            _LOG.warning("no session with the engine: %s", error.message)
+        was_ready, self._ready = self._ready, False
+        if was_ready or error.reason != self._last_reason:
+            why = error.message
+            _LOG.warning("no session with the engine: %s", why, extra={"engine": self.address})
         self.last_error, self._last_reason = error.message, error.reason
         self._is_retriable = isinstance(error, _PASSING)
-        self._ready.clear()
-        self.load = Load()
-        self._outbox = Outbox()
-        slots, self._slots = self._slots, {}
-        for call, _ in slots.values():
-            call.fail(
-                EngineDead(
-                    f"the engine was lost while it worked on this request: {error.message}",
-                    retry_after_ms=_RETRY_AFTER_MS,
-                    facts={"instance_id": self.instance_id},
-                )
-            )
+        self.facts, self.load = None, Load()
+        slots, self._slots = self._slots, Slots(self._rounds)
+        gone, self.lost = self.lost, asyncio.Event()
+        slots.close(self.loss())
+        gone.set()
+        if was_ready:
+            self._on_change(self, False)
+
+    def loss(self) -> EngineDead:
+        """What a request hears whose session was lost."""
+        return EngineDead(
+            f"the engine was lost while it worked on this request: {self.last_error}",
+            retry_after_ms=_RETRY_AFTER_MS,
+            facts={"instance_id": self.instance_id},
+        )
 
     async def _serve_session(self) -> None:
         """From the first question to the loss of the session."""
-        ask = _info(self.channel).GetEngineInfo
+        self.channel = await self._dialer.fresh(self.channel)
+        ask = rpc.EngineInfoServiceStub(self.channel).GetEngineInfo
         answer = await ask(pb.GetEngineInfoRequest(), timeout=_ANSWER_S)
-        await self._on_connected(convert.to_facts(answer))
+        await self._on_connected(self, convert.to_facts(answer))
         session = rpc.EngineServiceStub(self.channel).Session()
         writer: asyncio.Task[None] | None = None
         try:
-            hello = pb.Hello(protocol_major=_PROTOCOL[0], protocol_minor=_PROTOCOL[1])
-            hello.client_version = __version__
-            hello.client_name = f"frontend {socket.gethostname()} {os.getpid()}"
+            name = f"frontend {socket.gethostname()} {os.getpid()}"
+            hello = pb.Hello(client_version=__version__, client_name=name)
+            hello.protocol_major, hello.protocol_minor = _PROTOCOL
             await session.write(pb.SessionRequest(hello=hello))
             async with asyncio.timeout(_ANSWER_S):
                 ack = await session.read()
             if ack is grpc.aio.EOF or ack.WhichOneof("frame") != "hello_ack":
-                await _raise_status(session)
+                raise await ended(session)
             self.instance_id, self._draining = ack.hello_ack.instance_id, False
-            self._ready.set()
-            _LOG.info("session with the engine is open", extra={"instance_id": self.instance_id})
+            self._alive = Liveness(asyncio.get_running_loop().time())
+            self._ready = True
+            extra = {"engine": self.address, "instance_id": self.instance_id}
+            _LOG.info("session with the engine is open", extra=extra)
+            self._on_change(self, True)
             writer = asyncio.create_task(self._write(session), name="engine-writer")
             await self._read(session)
         finally:
@@ -235,64 +264,32 @@ class EngineClient:
             session.cancel()
 
     async def _write(self, session: Any) -> None:
-        outbox = self._outbox
+        outbox = self._slots.outbox
         while True:
             await session.write(await outbox.get())
 
     async def _read(self, session: Any) -> None:
+        clock, slots, alive = asyncio.get_running_loop().time, self._slots, self._alive
         while True:
-            async with asyncio.timeout(_SILENCE_S):
+            async with asyncio.timeout(SILENCE_S):
                 frame = await session.read()
+            alive.heard(clock())
             if frame is grpc.aio.EOF:
-                await _raise_status(session)
+                raise await ended(session)
             kind = frame.WhichOneof("frame")
             if kind == "step":
-                self._on_step(frame.step)
+                slots.on_step(frame.step)
             elif kind == "failed":
-                self._on_failed(frame.failed)
+                slots.on_failed(frame.failed)
             elif kind == "load_report":
-                self.load = convert.to_load(frame.load_report)
+                self._on_report(frame.load_report)
             elif kind == "draining":
                 self._draining = True
 
-    def _on_step(self, step: pb.Step) -> None:
-        """Hands the rows of one engine step to their calls. Unknown handles were aborted."""
-        token_ids = convert.unpack_ids(step.token_ids)
-        owners = [self._slots.get(handle) for handle in step.handles]
-        at = 0
-        for owner, count in zip(owners, step.counts, strict=True):
-            if owner is not None and count:
-                owner[0].add_tokens(owner[1], token_ids[at : at + count])
-            at += count
-        for given in step.prompt_logprobs:
-            if (owner := owners[given.row]) is not None:
-                owner[0].add_prompt_logprobs(owner[1], convert.to_logprobs(given.positions))
-        for scored in step.logprobs:
-            if (owner := owners[scored.row]) is not None:
-                owner[0].add_logprobs(owner[1], convert.to_logprobs(scored.positions))
-        for shown in step.canvas:
-            if (owner := owners[shown.row]) is not None:
-                owner[0].show_canvas(owner[1], convert.to_canvas(shown))
-        for ended in step.finished:
-            if (owner := owners[ended.row]) is not None:
-                self._slots.pop(step.handles[ended.row], None)
-                owner[0].finish(owner[1], convert.to_finish(ended.finish))
-
-    def _on_failed(self, failed: pb.Failed) -> None:
-        owner = self._slots.pop(failed.handle, None)
-        if owner is None:
-            return
-        owner[0].close()  # the other sequences of the request
-        owner[0].fail(convert.to_error(failed))
-
-
-def _info(channel: grpc.aio.Channel | None) -> Any:
-    return rpc.EngineInfoServiceStub(channel)
-
-
-async def _raise_status(session: Any) -> None:
-    """Raises what ended the stream; an orderly end is Unavailable too."""
-    code, text = await session.code(), await session.details()
-    if code is grpc.StatusCode.OK:
-        raise Unavailable("the engine closed the session")
-    raise from_grpc_code(code.value[0])(text or code.name, reason=code.name)
+    def _on_report(self, report: pb.LoadReport) -> None:
+        """Raises Unavailable when the core has been stuck for too long with requests of ours."""
+        self.load = convert.to_load(report)
+        self._slots.reported()
+        self._alive.reported(report.engine_silence_ms / 1000)
+        if self._alive.is_hopeless and len(self._slots):
+            raise Unavailable(f"at {self.address} {self._silence()}")

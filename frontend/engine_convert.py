@@ -42,6 +42,7 @@ def to_load(report: pb.LoadReport) -> Load:
         waiting=load.waiting,
         pages_used=load.pages_used,
         pages_total=load.pages_total,
+        waiting_tokens=load.waiting_tokens,
         state=pb.EngineState.Name(report.state).removeprefix("ENGINE_STATE_").lower()
         if report.state
         else "",
@@ -110,6 +111,9 @@ def to_facts(answer: pb.GetEngineInfoResponse) -> EngineFacts:
         eos_token_ids=tuple(answer.eos_token_ids),
         pool_tasks=tuple(_POOL_TASKS[task] for task in answer.pooling.tasks if task in _POOL_TASKS),
         embedding_size=answer.pooling.dimensions,
+        page_size=answer.cache.page_size,
+        max_rows=answer.limits.max_rows,
+        max_queued=answer.limits.max_queued_requests,
     )
 
 

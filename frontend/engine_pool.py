@@ -5,8 +5,10 @@ It does not know text. Every prompt is a call of its own on the session's channe
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -62,13 +64,13 @@ async def pool_prompt(
     if trace is not None:
         request.traceparent, request.tracestate = trace.traceparent, trace.state
     timeout_s = None if timeout_ms is None else timeout_ms / 1000 + _GRACE_S
-    call = rpc.EngineServiceStub(engine.channel).Pool(request, timeout=timeout_s)
+    engine.num_pooling += 1
     try:
-        answer = await call
+        answer = await _unless_lost(engine, request, timeout_s)
     except grpc.RpcError as failure:
         raise _named(to_error(failure)) from failure
     finally:
-        call.cancel()
+        engine.num_pooling -= 1
     used = answer.usage
     usage = Usage(
         prompt_tokens=used.prompt_tokens,
@@ -77,6 +79,28 @@ async def pool_prompt(
         preemptions=used.preemptions,
     )
     return array("f", answer.values), usage
+
+
+async def _unless_lost(engine: EngineClient, request: pb.PoolRequest, timeout_s: Any) -> Any:
+    """The answer. Raises EngineDead when the session is lost before: an engine that has vanished
+    without a word is found out there, much sooner than by gRPC."""
+    lost = engine.lost
+    call = rpc.EngineServiceStub(engine.channel).Pool(request, timeout=timeout_s)
+    answer, watch = asyncio.ensure_future(_answer(call)), asyncio.ensure_future(lost.wait())
+    try:
+        await asyncio.wait({answer, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise engine.loss()
+        return answer.result()
+    finally:
+        watch.cancel()
+        answer.cancel()
+        call.cancel()
+        await asyncio.gather(answer, watch, return_exceptions=True)
+
+
+async def _answer(call: Any) -> Any:
+    return await call
 
 
 def _named(error: ServiceError) -> ServiceError:

@@ -16,24 +16,29 @@ from frontend.call import Call
 from frontend.calling import with_calls
 from frontend.choice import Choice, PromptView, TextDelta
 from frontend.choosable import as_asked, with_bad_words
+from frontend.fleet.route import Route
 from frontend.gap import check_gap, check_suffix_ids, check_suffix_len, fit_prompt
 from frontend.messages import Delta, FinishReason, Sequence, Timings, Usage
 from frontend.observation import Observation
 from frontend.ranking import likeliest
 from frontend.reading import behind_reasoning, check_tools, reading_of, with_markers
-from frontend.request import Chat, Ingress, Prompt, TextRequest
+from frontend.request import Chat, Ingress, Prompt, TextRequest, session_of, shared_by
 from frontend.result import ChoiceResult
 from frontend.sequences import sequence_of
 from frontend.served import ServedModel
 from frontend.validation import DEFAULT_COMPLETION_TOKENS, check_request, context_exceeded
-from tidemill.runtime.errors import DeadlineExceeded, EngineDead, InvalidRequest, Unsupported
+from tidemill.runtime.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    ServiceError,
+    Unsupported,
+)
 
 if TYPE_CHECKING:
     from frontend.desk import FrontDesk
 
 _GRACE_S = 1.0
 """How much longer than the deadline we wait for the engine's own word that it passed."""
-_RECONNECT_S = 2.0
 _PROMPT_END = 16
 """Tokens of a prompt that say whether it leaves the reasoning open: a tag and white space."""
 
@@ -48,18 +53,22 @@ class Generation:
         self._desk = desk
         self._ingress = ingress
         self._call: Call | BeamCall | None = None
+        self._route = Route(desk.engine, session_of(ingress, request.options))
         self._suffix_ids: list[int] = []
         self._is_whole = False
         self._span = ingress.span
         self.model: ServedModel = desk.model_for(request.options.model)
+        request = shared_by(request, ingress.caller)
         self._request = with_markers(request, self.model.output)
         self.prompts: list[PromptView] = []
         self.choices: list[Choice] = []
-        self._seen = Observation(desk.metrics, self.model.name, ingress, request)
+        shown = desk.config.log_prompts
+        self._seen = Observation(desk.metrics, self.model.name, ingress, request, shown)
 
     async def __aenter__(self) -> Generation:
         self._desk.entered(self)
         try:
+            self._desk.engine.check_room()
             check_request(self._request, self.model.facts, self._desk.config.max_n)
             check_tools(self._request, self.model.output, self.model.template.variables)
             self._request = with_calls(self._request, self.model.output)
@@ -69,6 +78,8 @@ class Generation:
                 await self._read_suffix(self._request.suffix)
             for prompt in self._request.prompts:
                 await self._add_prompt(prompt)
+            if self._ingress.use is not None:
+                self._ingress.use(self.usage.prompt_tokens)
             self._span = self._seen.start_client_span()
             self._call = self._submit()
         except BaseException as failure:
@@ -212,7 +223,7 @@ class Generation:
         return search(self._open, sequences, options, self.model.facts)
 
     def _open(self, sequences: list[Sequence]) -> Call:
-        call = self._desk.engine.open(
+        call = self._route.open(
             self._ingress.request_id,
             sequences,
             timeout_ms=self._remaining_ms(),
@@ -230,31 +241,25 @@ class Generation:
         return max(1, int(1000 * remaining))
 
     async def _read(self) -> list[Delta]:
-        """News of the engine; a session that was lost before the first token is tried once more.
-
-        Only the same engine process is asked again: what made one process die is not fed to the
-        next one.
-        """
-        assert self._call is not None, "deltas() outside of the block"
+        """News of the engine. Until there are any, another engine may be asked instead."""
         deadline = self._ingress.deadline
-        try:
-            if deadline is None:  # half of a read's cost is its timer
-                return await self._call.read()
-            async with asyncio.timeout_at(deadline + _GRACE_S):
-                return await self._call.read()
-        except TimeoutError:
-            raise self._too_late() from None
-        except (InvalidRequest, Unsupported) as refused:
-            request = self._request
-            raise as_asked(refused, request.options.constraint, request.suffix) from refused
-        except EngineDead as lost:
-            engine = self._desk.engine
-            if self._call.has_begun or not await engine.wait_ready(_RECONNECT_S):
-                raise
-            if engine.instance_id != lost.facts.get("instance_id"):
-                raise
-        self._call = self._submit()
-        return await self._read()
+        while True:
+            assert self._call is not None, "deltas() outside of the block"
+            try:
+                if deadline is None:  # half of a read's cost is its timer
+                    return await self._call.read()
+                async with asyncio.timeout_at(deadline + _GRACE_S):
+                    return await self._call.read()
+            except TimeoutError:
+                raise self._too_late() from None
+            except (InvalidRequest, Unsupported) as refused:
+                request = self._request
+                raise as_asked(refused, request.options.constraint, request.suffix) from refused
+            except ServiceError as failure:
+                if self._call.has_begun or not await self._route.goes_on(failure):
+                    raise
+            self._call.close()
+            self._call = self._submit()
 
     def _stop_engine(self, choice: Choice) -> None:
         assert self._call is not None, "a choice fed without a call"
@@ -279,4 +284,7 @@ class Generation:
         is_over = deadline is not None and asyncio.get_running_loop().time() >= deadline
         if self._call is not None:
             self._call.close(abort=not is_over)
+        self._route.ended(failure)
+        if self._ingress.use is not None:
+            self._ingress.use(self.usage.output_tokens)
         self._seen.ended(self, failure)

@@ -5,6 +5,7 @@ It does not know protobuf: engine_client.py translates.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -77,12 +78,13 @@ class Canvas(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The engine's last load report: sequences and KV pages."""
+    """The engine's last load report: sequences, KV pages, and the tokens that wait for a row."""
 
     running: int = 0
     waiting: int = 0
     pages_used: int = 0
     pages_total: int = 0
+    waiting_tokens: int = 0
     state: str = ""
     """Of the engine, in lower case."""
     stalled: bool = False
@@ -90,6 +92,23 @@ class Load(NamedTuple):
     memory_used: int = 0
     memory_total: int = 0
     """Bytes of the engine's device; 0: not known."""
+
+    @classmethod
+    def of_all(cls, loads: Iterable[Load]) -> Load:
+        """Of several engines as of one: sums, the state that all are in, stalled if all are."""
+        given = list(loads)
+        states = {one.state for one in given}
+        return cls(
+            running=sum(one.running for one in given),
+            waiting=sum(one.waiting for one in given),
+            pages_used=sum(one.pages_used for one in given),
+            pages_total=sum(one.pages_total for one in given),
+            waiting_tokens=sum(one.waiting_tokens for one in given),
+            state=states.pop() if len(states) == 1 else "",
+            stalled=bool(given) and all(one.stalled for one in given),
+            memory_used=sum(one.memory_used for one in given),
+            memory_total=sum(one.memory_total for one in given),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -151,3 +170,8 @@ class EngineFacts:
     device: str = ""
     max_queued_requests: int = 0
     embedding_size: int = 0
+    page_size: int = 0
+    """Tokens of a KV page; 0 where it does not say, as with the following two."""
+    max_rows: int = 0
+    max_queued: int = 0
+    """Sequences that may wait before others are refused."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from tidemill.telemetry.exposition import Alias, expose
 from tidemill.telemetry.families import (
@@ -126,8 +127,12 @@ class Metrics:
         self.num_running = gauge("num_requests_running", "Sequences that run in the engine.")
         self.num_waiting = gauge("num_requests_waiting", "Sequences that wait in the engine.")
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.")
-        self.engine_up = gauge("engine_up", "1 while a session with the engine is open.")
+        self.engine_up = gauge("engine_up", "Engines with an open session.")
         self.http = HttpCounts(families)
+
+    def add(self, collector: Collector) -> None:
+        """Tells what `collector` collects, too."""
+        self._families.registry.register(collector)
 
     def text(self, accept: str = "", alias: Alias = "none") -> tuple[bytes, str]:
         """The page for Prometheus, in the format that `accept` asks for, and its content type."""

@@ -28,12 +28,19 @@ class Observation:
     """Clocks and counters of one request; nothing is done per token."""
 
     def __init__(
-        self, metrics: Metrics, model_name: str, ingress: Ingress, request: TextRequest
+        self,
+        metrics: Metrics,
+        model_name: str,
+        ingress: Ingress,
+        request: TextRequest,
+        num_shown: int = 0,
     ) -> None:
+        """`num_shown`: characters of each prompt that may be logged."""
         self._metrics = metrics
         self._model_name = model_name
         self._ingress = ingress
         self._request = request
+        self._num_shown = num_shown
         self._client_span: Span | None = None
         self._last: dict[int, float] = {}
         self._first: float | None = None
@@ -91,11 +98,17 @@ class Observation:
         beside = {} if context is None else context.ids
         if user := self._request.options.user:
             beside["user"] = user[:_MAX_USER_CHARS]
+        if self._ingress.caller:
+            beside["key"] = self._ingress.caller
+        if self._num_shown:
+            beside["prompts"] = shown_prompts(self._request, self._num_shown)
         _LOG.info(
             "request %s",
             outcome,
             extra={
                 "request_id": self._ingress.request_id,
+                "call": self._ingress.asked,
+                "client": self._ingress.client,
                 "model": self._model_name,
                 "prompt_tokens": usage.prompt_tokens,
                 "cached_tokens": usage.cached_tokens,
@@ -178,6 +191,12 @@ class Observation:
         if self._first is not None:
             found[semconv.RESPONSE_FIRST_CHUNK] = self._first - self._ingress.received
         return {name: value for name, value in found.items() if value is not None}
+
+
+def shown_prompts(request: TextRequest, num_chars: int) -> str:
+    """The beginning of each prompt, for operators who asked for it."""
+    texts = (one.messages if isinstance(one, Chat) else one for one in request.prompts)
+    return " | ".join(str(text)[:num_chars] for text in texts)
 
 
 def _reason(choice: Choice) -> str:

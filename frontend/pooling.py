@@ -13,7 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from frontend.engine_convert import pack_ids
-from frontend.engine_pool import PoolPrompt, pool_prompt
+from frontend.engine_pool import PoolPrompt
+from frontend.fleet.route import Route
 from frontend.messages import Usage
 from frontend.request import Ingress, PoolInput, PoolRequest, TextPair
 from frontend.validation import MAX_PROMPTS, check_ids, context_exceeded
@@ -29,6 +30,7 @@ _AT_ONCE = 64
 """Inputs of one request that the engine has at a time: enough for full steps, and a request of
 many inputs does not fill the engine's queue."""
 _MAX_USER_CHARS = 128
+_BYTES_PER_TOKEN = 4
 
 
 class PoolResult(NamedTuple):
@@ -53,8 +55,11 @@ class PoolWalk:
         """Raises the request's ServiceError; one input that fails ends the others."""
         self._desk.entered(self)
         try:
+            self._desk.engine.check_room()
             self._check()
             prompts = [await self._encode(one) for one in self._request.inputs]
+            if self._ingress.use is not None:
+                self._ingress.use(sum(len(one.packed) for one in prompts) // _BYTES_PER_TOKEN)
             self._span = self._ingress.span.child(f"embeddings {self._model.name}", kind="CLIENT")
             result = await self._ask(prompts)
         except BaseException as failure:
@@ -136,11 +141,11 @@ class PoolWalk:
 
         async def ask(prompt: PoolPrompt) -> tuple[array[float], Usage]:
             async with room:
-                return await pool_prompt(
-                    self._desk.engine,
+                route = Route(self._desk.engine, self._ingress.session or self._request.user)
+                return await route.pool(
                     prompt,
                     request_id=self._ingress.request_id,
-                    timeout_ms=self._remaining_ms(),
+                    remaining_ms=self._remaining_ms,
                     trace=context,
                 )
 
@@ -189,23 +194,33 @@ class PoolWalk:
                 },
                 error=None if failure is None else outcome,
             )
-        context = self._ingress.span.context
-        beside = {} if context is None else context.ids
-        if user := self._request.user:
-            beside["user"] = user[:_MAX_USER_CHARS]
         _LOG.info(
             "request %s",
             outcome,
             extra={
                 "request_id": self._ingress.request_id,
+                "call": self._ingress.asked,
+                "client": self._ingress.client,
                 "model": name,
                 "inputs": len(self._request.inputs),
                 "prompt_tokens": usage.prompt_tokens,
                 "cached_tokens": usage.cached_tokens,
                 "e2e_s": round(seconds, 4),
-                **beside,
+                **self._beside(),
             },
         )
+
+    def _beside(self) -> dict[str, str]:
+        """What only some log lines have."""
+        context = self._ingress.span.context
+        beside = {} if context is None else context.ids
+        if user := self._request.user:
+            beside["user"] = user[:_MAX_USER_CHARS]
+        if self._ingress.caller:
+            beside["key"] = self._ingress.caller
+        if num_shown := self._desk.config.log_prompts:
+            beside["prompts"] = " | ".join(str(one)[:num_shown] for one in self._request.inputs)
+        return beside
 
 
 async def score_pairs(desk: FrontDesk, request: PoolRequest, ingress: Ingress) -> PoolResult:

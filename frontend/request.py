@@ -5,7 +5,8 @@ It does not know either of them, nor the engine's wire format.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from tidemill.structured import Constraint
@@ -87,7 +88,9 @@ class Options:
     fairness_key: str = ""
     emit_canvas: bool = False
     user: str = ""
-    """Whom the client serves; for the log line only."""
+    """Whom the client serves; for the log line, and for routing where nothing names a session."""
+    session: str = ""
+    """What the client calls requests that share much of their prompts; for routing only."""
 
     @property
     def width(self) -> int:
@@ -168,6 +171,29 @@ class Ingress:
     created: int
     span: Span
     deadline: float | None = None
+    session: str = ""
+    """What the client calls requests that belong together; for routing only."""
+    asked: str = ""
+    """The route or the method."""
+    client: str = ""
+    """Address of the client."""
+    caller: str = ""
+    """Name of the client's key."""
+    use: Callable[[int], None] | None = None
+    """Takes tokens from the client's allowance; None: it has no limit."""
+
+
+def shared_by(request: TextRequest, caller: str) -> TextRequest:
+    """The request in the share of the key that it came with: a client that has one cannot take
+    another's, nor have several."""
+    if not caller:
+        return request
+    return replace(request, options=replace(request.options, fairness_key=caller))
+
+
+def session_of(ingress: Ingress, options: Options) -> str:
+    """The name that keeps requests together where routing does so; '' none."""
+    return ingress.session or options.session or options.user
 
 
 class TextPair(NamedTuple):

@@ -25,8 +25,6 @@ from contextlib import aclosing, closing
 from types import TracebackType
 from typing import Any
 
-import grpc
-
 from tidemill.asked import Params
 from tidemill.conversation import Conversation, Fields
 from tidemill.exchange import (
@@ -44,6 +42,7 @@ from tidemill.exchange import (
 )
 from tidemill.runtime.rpc import channel_options
 from tidemill.sampling_params import SamplingParams
+from tidemill.security.client_tls import ClientTls, open_blocking_channel, open_channel
 from tidemill.transport import DEFAULT_RETRIES, AsyncCalls, Calls
 from tidemill.v1 import text_pb2 as pb
 from tidemill.v1 import text_pb2_grpc as rpc
@@ -57,12 +56,18 @@ class Client(PoolCalls):
     """A blocking client. Thread-safe; use as a context manager or call `close`."""
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, max_retries: int = DEFAULT_RETRIES
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        max_retries: int = DEFAULT_RETRIES,
+        api_key: str = "",
+        tls: ClientTls | None = None,
     ) -> None:
         """`max_retries`: how often a call is sent again where the server refused it and said when
-        to come back; within the call's `timeout_s`, never what an engine died of."""
-        self._channel = grpc.insecure_channel(address, options=channel_options(_MAX_MESSAGE_BYTES))
-        self._calls = Calls(rpc.TextServiceStub(self._channel), max_retries)
+        to come back; within the call's `timeout_s`, never what an engine died of. `tls` None:
+        plaintext."""
+        self._channel = open_blocking_channel(address, channel_options(_MAX_MESSAGE_BYTES), tls)
+        self._calls = Calls(rpc.TextServiceStub(self._channel), max_retries, api_key)
 
     def __enter__(self) -> Client:
         return self
@@ -167,11 +172,15 @@ class AsyncClient(AsyncPoolCalls):
     """A client for asyncio; make it inside the running loop. The methods are those of Client."""
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, max_retries: int = DEFAULT_RETRIES
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        max_retries: int = DEFAULT_RETRIES,
+        api_key: str = "",
+        tls: ClientTls | None = None,
     ) -> None:
-        options = channel_options(_MAX_MESSAGE_BYTES)
-        self._channel = grpc.aio.insecure_channel(address, options=options)
-        self._calls = AsyncCalls(rpc.TextServiceStub(self._channel), max_retries)
+        self._channel = open_channel(address, channel_options(_MAX_MESSAGE_BYTES), tls)
+        self._calls = AsyncCalls(rpc.TextServiceStub(self._channel), max_retries, api_key)
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -19,5 +19,10 @@ def engine_config(model: str, keywords: Mapping[str, Any]) -> EngineConfig:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"LLM() got an unknown keyword {name!r}{hint}")
-    # A queue bound protects a service from its callers; here the caller holds the queue.
-    return EngineConfig(model=model, **{"max_queued_requests": sys.maxsize, **keywords})
+    # Bounds of the queue protect a service from its callers; here the caller holds the queue.
+    unbounded = {
+        "max_queued_requests": sys.maxsize,
+        "max_queued_tokens": sys.maxsize,
+        "max_queue_delay_s": 0.0,
+    }
+    return EngineConfig(model=model, **{**unbounded, **keywords})

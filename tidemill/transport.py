@@ -75,15 +75,16 @@ class Attempts:
 class _Sender:
     """A stub and how often a call may be sent to it again."""
 
-    def __init__(self, stub: Any, max_retries: int) -> None:
+    def __init__(self, stub: Any, max_retries: int, api_key: str = "") -> None:
         self._stub = stub
         self._max_retries = max_retries
+        self._shown = (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
     def _send(
         self, method: str, request: Any, options: CallOptions | None, attempts: Attempts
     ) -> Any:
         return getattr(self._stub, method)(
-            request, timeout=attempts.timeout_s, metadata=_metadata(options)
+            request, timeout=attempts.timeout_s, metadata=_metadata(options) + self._shown
         )
 
 

@@ -88,8 +88,6 @@ class Admission:
 
     def admit(self, submit: Submit) -> Admitted:
         """Raises InvalidRequest or Unsupported; the error's `param` names the field."""
-        if submit.fairness_key:
-            raise Unsupported("fairness_key is not served by this build", param="fairness_key")
         token_ids = read_token_ids("prompt_token_ids", submit.prompt, self._model.vocab_size)
         strategy, params = self._choose_method(submit.decoding)
         is_stepwise = check_supported(strategy, submit)

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from engine_service.core.control import Ask, ControlDesk, Profiler
+from engine_service.core.journal import KvEvents
 from engine_service.core.messages import (
     Abort,
     Command,
@@ -32,6 +34,9 @@ from tidemill.runtime.errors import InternalError, ServiceError, Unavailable
 
 HEARTBEAT_S = 1.0
 """Most time between two outputs, idle or not; half of what a session promises its clients."""
+
+HOLDING_S = 0.05
+"""How long a paused loop waits for commands before it looks at the deadlines of who is queued."""
 
 PREPARING_S = 0.001
 """How long an idle loop waits for commands before it looks after what is being prepared."""
@@ -65,12 +70,14 @@ class CoreLoop:
         executor: Executor,
         watch: Watch | None = None,
         heartbeat_s: float = HEARTBEAT_S,
+        profiler: Profiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._inbox = inbox
         self._outbox = outbox
         self._scheduler = scheduler
         self._executor = executor
+        self._controls = ControlDesk(scheduler, profiler)
         self._watch = watch
         self._heartbeat_s = heartbeat_s
         self._clock = clock
@@ -91,7 +98,8 @@ class CoreLoop:
     def turn(self) -> None:
         """Drains the inbox (waiting for it only when there is nothing to do) and runs one step."""
         steps_before, began = self._num_steps, self._own_time_ns()
-        idle_s = min(PREPARING_S, self._heartbeat_s) if self._preparing else self._heartbeat_s
+        idle_s = HOLDING_S if self._scheduler.is_still else self._heartbeat_s
+        idle_s = min(PREPARING_S, idle_s) if self._preparing else idle_s
         self._drain(0.0 if self._scheduler.has_work else idle_s)
         try:
             plan = self._step()
@@ -130,16 +138,20 @@ class CoreLoop:
         return plan
 
     def _emit(self) -> None:
+        """Steps go before the output that may end their sequences, changes of the index before the
+        answers: a snapshot has all that was told before."""
         now = self._clock()
         output = self._scheduler.emit(heartbeat=now - self._last_output >= self._heartbeat_s)
-        # Steps before the output that may end their sequences.
-        news = [] if self._watch is None else self._watch.take(now)
+        batch: list[Event] = [] if self._watch is None else [*self._watch.take(now)]
         if output is not None:
             self._last_output = now
             load = output.load._replace(steps=self._num_steps, host_ns=self._host_ns)
-            news.append(output._replace(load=load))
-        if news:
-            self._outbox.send(news)
+            batch.append(output._replace(load=load))
+        if changes := self._scheduler.take_kv_events():
+            batch.append(KvEvents(self._num_steps, changes))
+        batch += self._controls.answers()
+        if batch:
+            self._outbox.send(batch)
 
     def _drain(self, timeout_s: float) -> None:
         for command in self._inbox.receive(timeout_s):
@@ -149,6 +161,8 @@ class CoreLoop:
                 case Abort():
                     if not self._preparing.abort(command):
                         self._scheduler.abort(command)
+                case Ask():
+                    self._controls.take(command)
                 case SetTracing():
                     if self._watch is not None:
                         self._watch.ask(command)
@@ -182,7 +196,8 @@ class CoreLoop:
         try:
             if failure is not None:  # what a library panics with is no Exception
                 raise failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
-            self._scheduler.submit(submit)
+            if given_up := self._scheduler.submit(submit):
+                self._outbox.send(given_up)
         except ServiceError as error:
             self._outbox.send([Reject(submit.key, error)])
         except Exception as bug:

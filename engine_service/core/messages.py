@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+from engine_service.core.control import Answer, Ask
+from engine_service.core.journal import KvEvents
 from engine_service.core.params import (
     ConstraintSpec,
     DecodingChoice,
@@ -84,7 +86,7 @@ class SetTracing(NamedTuple):
     """And every so manieth step; 0: no others."""
 
 
-Command = Submit | Abort | Shutdown | SetTracing
+Command = Submit | Abort | Shutdown | Ask | SetTracing
 
 
 class Usage(NamedTuple):
@@ -228,7 +230,7 @@ class Fatal(NamedTuple):
     message: str
 
 
-Event = StepOutput | Reject | Tally | StepTrace | Ready | Progress | Fatal
+Event = StepOutput | Reject | Tally | StepTrace | Ready | Progress | Fatal | KvEvents | Answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

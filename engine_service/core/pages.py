@@ -13,6 +13,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from engine_service.core.journal import Journal, PagesStored
+
 DIGEST_BYTES = 16
 """128 bits: two prefixes that meet by chance are not expected in the life of any engine."""
 
@@ -35,12 +37,14 @@ class PageTable:
         "num_sealed",
         "pages",
         "pages_per_unit",
+        "salt",
         "seal_at",
         "unit",
     )
 
-    def __init__(self, seed: bytes, unit: int, pages_per_unit: int) -> None:
+    def __init__(self, seed: bytes, unit: int, pages_per_unit: int, salt: str) -> None:
         self.pages: list[int] = []
+        self.salt = salt
         self.capacity = 0
         """Positions that the pages hold."""
         self.digests = [seed]
@@ -84,6 +88,7 @@ class PageManager:
         self._page_of: dict[tuple[bytes, int], int] = {}
         self._key_of: dict[int, tuple[bytes, int]] = {}
         self._claims: dict[bytes, PageTable] = {}
+        self.journal = Journal()
 
     @property
     def num_free(self) -> int:
@@ -103,7 +108,7 @@ class PageManager:
         scope = f"{mask_block}\0{self._weight_version}\0{salt}"
         seed = hashlib.blake2b(scope.encode(), digest_size=DIGEST_BYTES).digest()
         unit = math.lcm(self.page_size, mask_block)
-        return PageTable(seed, unit, unit // self.page_size)
+        return PageTable(seed, unit, unit // self.page_size, salt)
 
     def match(self, table: PageTable, token_ids: Sequence[int], limit: int) -> Match:
         """Indexed pages of the longest run of whole units within the first `limit` tokens."""
@@ -172,8 +177,13 @@ class PageManager:
             digest = self._digest(table, token_ids, unit)
             if self._claims.get(digest) is table:
                 del self._claims[digest]
+            first_page = unit * table.pages_per_unit
+            num_new = 0
             for k in range(table.pages_per_unit):
-                self._index((digest, k), table.pages[unit * table.pages_per_unit + k])
+                num_new += self._index((digest, k), table.pages[first_page + k])
+            if num_new:
+                stored = _stored(table, token_ids, unit)
+                self.journal.index(digest, num_new, stored, table.pages_per_unit)
         table.num_sealed = stop
         table.seal_at = (stop + 1) * table.unit
         table.claim_stop = max(stop, table.claim_stop)
@@ -195,6 +205,19 @@ class PageManager:
         table.capacity = table.num_sealed = table.claim_stop = 0
         table.seal_at = table.unit
 
+    def flush(self) -> int:
+        """Forgets all prefixes; returns the number of pages that were in the index.
+
+        Pages that sequences hold stay theirs, and will not be shared.
+        """
+        num_pages = len(self._page_of)
+        self._blank += self._reusable
+        self._reusable.clear()
+        self._page_of.clear()
+        self._key_of.clear()
+        self.journal.clear()
+        return num_pages
+
     def check_writable(self, table: PageTable, start: int) -> None:
         """Asserts that nobody else can read what is written from position `start` on."""
         for index in range(start // self.page_size, len(table.pages)):
@@ -215,6 +238,9 @@ class PageManager:
         assert not any(page in self._key_of for page in self._blank), "blank but indexed"
         inverse = {page: key for key, page in self._page_of.items()}
         assert inverse == self._key_of, "the index and its inverse differ"
+        pages_of = Counter(digest for digest, _ in self._page_of)
+        told = {digest: unit.num_pages for digest, unit in self.journal._units.items()}
+        assert told == pages_of, "the journal tells of another index"
         for table in opened:
             assert len(set(table.pages)) == len(table.pages), "a table holds a page twice"
             assert table.num_sealed * table.pages_per_unit <= len(table.pages), "sealed too much"
@@ -233,15 +259,28 @@ class PageManager:
             digests.append(hashlib.blake2b(digests[-1] + packed, digest_size=DIGEST_BYTES).digest())
         return digests[unit + 1]
 
-    def _index(self, key: tuple[bytes, int], page: int) -> None:
-        """The first page under a key stays; an equal one computed beside it is not shared."""
+    def _index(self, key: tuple[bytes, int], page: int) -> bool:
+        """The first page under a key stays; an equal one computed beside it is not shared.
+
+        Whether it is new.
+        """
         if key in self._page_of or page in self._key_of:
-            return
+            return False
         self._page_of[key] = page
         self._key_of[page] = key
+        return True
 
     def _evict(self) -> int:
         """Takes the page that has been unused for longest out of the index. O(1)."""
         page, _ = self._reusable.popitem(last=False)
-        del self._page_of[self._key_of.pop(page)]
+        key = self._key_of.pop(page)
+        del self._page_of[key]
+        self.journal.evict(key[0])
         return page
+
+
+def _stored(table: PageTable, token_ids: Sequence[int], unit: int) -> PagesStored:
+    """What routers are told of a unit; the seed of the digests is no unit."""
+    packed = struct.pack(f"<{table.unit}I", *token_ids[unit * table.unit : (unit + 1) * table.unit])
+    parent = table.digests[unit] if unit else b""
+    return PagesStored((table.digests[unit + 1],), parent, packed, table.unit, table.salt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -102,6 +103,14 @@ class SchedulerLimits:
     """Query tokens per step of canvases that are computed whole; the last one may overdraw it."""
     max_queued_requests: int
     age_bound_s: float
+    max_queued_tokens: int = sys.maxsize
+    """Tokens of all waiting requests."""
+    max_queue_delay_s: float = 0.0
+    """Longest wait that a new request may expect, in seconds; 0: any."""
+    foreseen_tokens: int = 2048
+    """Query tokens of the decoding rows from which their next spans are planned ahead of decisions
+    where strategies can. Below, a step takes as long for half of the rows: one that turns out to be
+    in vain costs more than sitting one out."""
 
 
 POOLING_KINDS = ("mean", "last", "cls")

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from itertools import chain, islice
 
+from engine_service.core.control import PauseMode
 from engine_service.core.convoy import Convoy
 from engine_service.core.draft import StepDraft
 from engine_service.core.messages import Load
 from engine_service.core.pages import PageManager
 from engine_service.core.params import SchedulerLimits
-from engine_service.core.policy.priority import WaitingQueue, order
+from engine_service.core.policy.fair import FairQueue
 from engine_service.core.request import Request
 from engine_service.core.step import Span
 from engine_service.core.tally import Counting
@@ -34,25 +35,32 @@ class Planner:
         """Requests with a row."""
         self.convoy = Convoy()
         self.counting = Counting()
-        self._waiting = WaitingQueue()
+        self.waiting = FairQueue()
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
         self._catch_up_first = False
         self._now = 0
         """Of the plan that is being made."""
         self._waits_for_pages = False
         """A row found no page: nothing is launched until preemption is possible again."""
+        self.paused: PauseMode | None = None
+        self.num_ran = 0
+        """Requests with a row when the last step was planned; many may have ended with it."""
+        self._foresees = False
+        """Enough rows decide for the plan that is being made to look beyond decisions."""
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+    def num_started(self) -> int:
+        """Requests that had a row: all that run, and those that were preempted. O(waiting)."""
+        preempted = [one for one in self.waiting if one.started_ns is not None]
+        return len(self._running) + len(preempted)
 
     @property
     def load(self) -> Load:
         """How full queue, rows and pool are."""
         return Load(
             running=len(self._running),
-            waiting=len(self._waiting),
-            waiting_tokens=self._waiting.num_tokens,
+            waiting=len(self.waiting),
+            waiting_tokens=self.waiting.num_tokens,
             pages_used=self._pages.num_used,
             pages_total=self._pages.num_pages,
         )
@@ -71,7 +79,7 @@ class Planner:
 
     def enqueue(self, request: Request) -> None:
         """Lets a request wait for its turn."""
-        self._waiting.add(request)
+        self.waiting.add(request)
 
     def leave(self, request: Request) -> None:
         """Takes an ending request out and releases its row and pages.
@@ -82,7 +90,7 @@ class Planner:
         if request.row >= 0:
             self._leave_row(request)
         else:
-            self._waiting.remove(request)
+            self.waiting.remove(request)
 
     def plan(self, now: int, *, beside_step: bool = False) -> StepDraft:
         """What every row does in the next step; without requests when nothing can run.
@@ -92,13 +100,14 @@ class Planner:
         """
         self._now = now
         draft = self._new_draft()
-        if beside_step and self._waits_for_pages:
+        if self.paused is PauseMode.KEEP or (beside_step and self._waits_for_pages):
             return draft
         self._waits_for_pages = False
         aged_before = now - self._age_bound_ns
         if self._plan_running(draft, aged_before, beside_step) and self._free_rows:
             self._plan_waiting(draft, aged_before, now)
         draft.steady = self.convoy.launch()
+        self.num_ran = len(self._running)
         num_rows = len(draft.spans) + len(self.convoy)
         if num_rows:
             self.counting.step(self._limits.token_budget - draft.budget.tokens, num_rows)
@@ -113,10 +122,10 @@ class Planner:
         self._pages.check_integrity(request.table for request in requests.values())
         rows = [*self._free_rows, *(request.row for request in self._running.values())]
         assert sorted(rows) == list(range(self._limits.max_rows)), f"rows leaked: {rows}"
-        waiting = {request.key for request in self._waiting}
+        waiting = {request.key for request in self.waiting}
         assert not waiting & self._running.keys(), "a request waits and runs"
         assert waiting | self._running.keys() == requests.keys(), "a request is lost"
-        for request in self._waiting:
+        for request in self.waiting:
             assert not request.table.pages, "a waiting request holds pages"
             assert request.row < 0, "a waiting request holds a row"
         for request in self._running.values():
@@ -139,6 +148,8 @@ class Planner:
         ]
         catching_up = [request for request in ready if not request.decoding]
         decoding = [request for request in ready if request.decoding] if catching_up else ready
+        size = sum(r.launched.num_tokens for r in decoding if r.decoding and r.launched)
+        self._foresees = size >= self._limits.foreseen_tokens
         groups = (catching_up, decoding) if self._catch_up_first else (decoding, catching_up)
         left_out: dict[int, Request] = {}
         for request in chain(*groups):
@@ -188,7 +199,7 @@ class Planner:
             draft.reserve(1)
             return True
         if span is None:
-            view = request.view_ahead()
+            view = request.view_ahead(foresees=self._foresees)
             if view is None:
                 return True
             span = request.strategy.plan(view, draft.budget)
@@ -209,7 +220,7 @@ class Planner:
             if beside_step:
                 self._waits_for_pages = True
                 return False
-            victim = max(self._running.values(), key=lambda r: order(r, aged_before))
+            victim = max(self._running.values(), key=self.waiting.ranking(aged_before))
             draft.drop(victim)
             self._preempt(victim)
             if victim is request:
@@ -225,12 +236,14 @@ class Planner:
         self._leave_row(request)
         request.restart(self._now)
         self.counting.num_preemptions += 1
-        self._waiting.add(request)
+        self.waiting.add(request)
 
     def _plan_waiting(self, draft: StepDraft, aged_before: int, now: int) -> None:
-        for request in self._waiting.in_order(aged_before):
+        for request in self.waiting.in_order(aged_before):
             if not self._free_rows or draft.budget.tokens <= 0:
                 return
+            if self.paused is not None and request.started_ns is None:
+                continue
             if request.waits_for is not None and self._pages.is_claimed(request.waits_for):
                 continue
             if request.constraint is not None and not request.constraint.is_ready:
@@ -263,11 +276,12 @@ class Planner:
         reserved = pages.reserve(table, span.kv_len)
         assert reserved, f"{missing} pages were free for request {request.request_id}"
         pages.claim(table, tokens, limit)
-        self._waiting.remove(request)
+        is_new = request.started_ns is None
+        self.waiting.start(request, len(tokens) - request.num_cached if is_new else 0)
         self._running[request.key] = request
         self._free_rows.pop()
         request.resume(now)
-        if request.started_ns is None:
+        if is_new:
             request.started_ns, request.cached_tokens = now, request.num_cached
             self.counting.looked_up(len(tokens), request.num_cached)
         draft.add(request, span)
@@ -278,6 +292,7 @@ class Planner:
     def _leave_row(self, request: Request) -> None:
         self.convoy.leave(request)
         self._pages.release(request.table)
+        self.waiting.stop(request)
         del self._running[request.key]
         self._free_rows.append(request.row)
         request.row = -1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine_service.core.constraint import Constraint
-from engine_service.core.messages import Finish, FinishReason, Mark, Submit, Timings, Usage
+from engine_service.core.messages import Finish, FinishReason, Mark, Timings, Usage
 from engine_service.core.pages import PageTable
 from engine_service.core.params import ResolvedSampling
 from engine_service.core.pinning import Pinned, num_pinned_before, pin, pinned_from
@@ -49,6 +49,8 @@ class Request:
     sampling: ResolvedSampling
     table: PageTable
     priority: int
+    fairness_key: str
+    """Whose request it is, for those who share the engine."""
     arrival_ns: int
     emit_canvas: bool
     score_from: int
@@ -113,20 +115,20 @@ class Request:
             self.pauses = (*self.pauses, (self.paused_ns, now_ns))[:MAX_PAUSES]
             self.paused_ns = None
 
-    def mark(self, marks: list[Mark], now_ns: int, span: Span, num_run: int) -> None:
+    def mark(self, now_ns: int, span: Span, num_run: int, denoises: bool) -> None:
         """Takes down that a chunk of the prompt, or a block, is done: by the last `num_run` tokens,
         after which another block is begun, or nothing is left to do."""
-        denoises = not self.strategy.append_only and span.decide_stop > span.decide_start
-        stop, size = len(self.committed), self.strategy.mask_block
+        marks, stop, size = self.marks, len(self.committed), self.strategy.mask_block
         is_full = stop // size > (stop - num_run) // size or not self.canvas.token_ids
         is_block = denoises and num_run > 0 and is_full
-        if not is_block and (denoises or span.start >= self.prompt_len):
+        is_chunk = span.decide_stop == span.decide_start or self.strategy.append_only
+        if marks is None or not (is_block or (is_chunk and span.start < self.prompt_len)):
             return
         before = [mark.num_tokens for mark in marks if mark.is_block is is_block]
         if len(before) < MAX_MARKS:
             num_tokens = span.stop - span.start
             if is_block:
-                num_tokens = len(self.committed) - self.prompt_len - sum(before)
+                num_tokens = stop - self.prompt_len - sum(before)
             marks.append(Mark(now_ns, is_block, num_tokens, self.denoise_steps))
 
     def look_ahead(self) -> None:
@@ -134,16 +136,18 @@ class Request:
         if self.is_plain and self.first_token_ns is not None:
             self.smooth_until = min(self.max_len, self.table.capacity, self.table.seal_at)
 
-    def view_ahead(self) -> View | None:
+    def view_ahead(self, *, foresees: bool) -> View | None:
         """The picture a strategy plans the next span from, while steps may be in flight.
 
-        None: a decision is on its way, and only the strategy could say what follows it.
+        None: a decision is on its way that nobody looks beyond. `foresees` lets the strategy say
+        what may be assumed.
         """
         span = self.launched
         if not self.in_flight or span is None:
             return self.view()
         if span.decide_stop > span.decide_start:
-            return None
+            may = foresees and self.constraint is None
+            return self.strategy.foresee(self.view(), span) if may else None
         score_from = max(self.score_from, span.score_stop)
         return self.view()._replace(num_cached=span.stop, score_from=score_from)
 
@@ -206,10 +210,3 @@ class Request:
             ending.vector,
             tuple(self.marks or ()),
         )
-
-
-def is_plain(submit: Submit, strategy: DecodeStrategy, sampling: ResolvedSampling) -> bool:
-    """Whether most tokens of a sequence need nothing but to be appended and reported."""
-    watched = (sampling.logprobs, sampling.prompt_logprobs)
-    is_watched = submit.emit_canvas or sampling.stop_token_sequences or watched != (None, None)
-    return strategy.append_only and not is_watched

@@ -11,17 +11,21 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from engine_service.core.constraint import MaskMaker
+from engine_service.core.control import PauseMode
 from engine_service.core.deadlines import Deadlines
 from engine_service.core.draft import StepDraft
 from engine_service.core.finish import find_stop
-from engine_service.core.messages import Abort, FinishReason, Load, StepOutput, Submit
+from engine_service.core.gate import Gate
+from engine_service.core.journal import KvEvent
+from engine_service.core.messages import Abort, FinishReason, Load, Reject, StepOutput, Submit
+from engine_service.core.opening import open_request
 from engine_service.core.output import OutputWriter
 from engine_service.core.pages import PageManager
 from engine_service.core.params import SchedulerLimits
-from engine_service.core.pinning import keep_pinned, pin
+from engine_service.core.pinning import keep_pinned
 from engine_service.core.planner import Planner
 from engine_service.core.pool_admission import Admits
-from engine_service.core.request import Ending, Request, is_plain
+from engine_service.core.request import Ending, Request
 from engine_service.core.step import (
     EMPTY_CANVAS,
     Decision,
@@ -30,10 +34,6 @@ from engine_service.core.step import (
     Span,
     StepPlan,
 )
-from tidemill.runtime.errors import Overloaded
-
-RETRY_AFTER_MS = 1000
-"""What a full queue tells callers to wait: about the life of a short request."""
 
 
 class Scheduler:
@@ -50,8 +50,8 @@ class Scheduler:
     ) -> None:
         self._admission = admission
         self._pages = pages
-        self._planner = Planner(pages, limits)
-        self._max_queued = limits.max_queued_requests
+        self.planner = Planner(pages, limits)
+        self._gate = Gate(limits, self.planner.waiting)
         self._clock = clock
         self._masks = masks or MaskMaker()
         self._requests: dict[int, Request] = {}
@@ -63,68 +63,71 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a turn of the loop would do anything."""
-        return bool(self._requests) or bool(self._output)
+        return bool(self._output) or (bool(self._requests) and not self.is_still)
+
+    @property
+    def is_still(self) -> bool:
+        """Whether it is paused, and nothing runs any more that the pause lets finish."""
+        mode = self.planner.paused
+        if mode is None or self._in_flight:
+            return False
+        return mode is PauseMode.KEEP or not self.planner.num_started
 
     @property
     def load(self) -> Load:
         """How full queue, rows and pool are."""
-        return self._planner.load
+        return self.planner.load
 
     @property
     def live_tokens(self) -> int:
         """Positions whose KV is in the pages, or is being computed. O(requests)."""
-        return self._planner.live_tokens
+        return self.planner.live_tokens
 
-    @property
-    def planner(self) -> Planner:
-        """For those who watch."""
-        return self._planner
+    def pause(self, mode: PauseMode) -> None:
+        """No request is started from here on; what becomes of the others says the mode."""
+        self.planner.paused = mode
+        if mode is PauseMode.ABORT:
+            self.abort_all("the engine is paused")
+
+    def resume(self) -> None:
+        """Ends a pause; nothing where there is none."""
+        self.planner.paused = None
+
+    def flush_cache(self) -> int:
+        """Forgets all prefixes; returns how many pages were kept for them."""
+        return self._pages.flush()
+
+    def snapshot_pages(self) -> list[KvEvent]:
+        """The prefix index as events; from now on `take_kv_events` has what changes."""
+        return self._pages.journal.snapshot()
+
+    def take_kv_events(self) -> list[KvEvent]:
+        """What changed in the prefix index since the last call."""
+        return self._pages.journal.take()
 
     def prepare(self, submit: Submit) -> Future[None] | None:
         """Starts what a sequence needs before it is submitted; None: nothing."""
         return self._masks.compile(submit.constraint)
 
-    def submit(self, submit: Submit) -> None:
-        """Queues a sequence; raises the ServiceError that the caller is to get instead."""
+    def submit(self, submit: Submit) -> list[Reject]:
+        """Queues a sequence; raises the ServiceError that the caller is to get instead.
+
+        Answers who was given up for it: nearly always nobody.
+        """
         assert submit.key not in self._requests, f"key {submit.key} is live already"
-        if self._planner.num_waiting >= self._max_queued:
-            raise Overloaded(
-                f"{self._max_queued} requests are waiting, which is the limit "
-                "(--max-queued-requests); retry later.",
-                retry_after_ms=RETRY_AFTER_MS,
-            )
-        token_ids, strategy, params, sampling, pinned, found = self._admission.admit(submit)
-        prompt_len = len(token_ids)
-        max_len = prompt_len + sampling.max_tokens
-        canvas = pin(strategy.begin(prompt_len, params, max_len), prompt_len, pinned)
-        request = Request(
-            key=submit.key,
-            request_id=submit.request_id,
-            committed=token_ids,
-            prompt_len=prompt_len,
-            canvas=canvas.watched() if submit.emit_canvas else canvas,
-            strategy=strategy,
-            params=params,
-            sampling=sampling,
-            table=self._pages.open(strategy.mask_block, submit.cache_salt),
-            priority=submit.priority,
-            arrival_ns=submit.arrival_ns or self._clock(),
-            emit_canvas=submit.emit_canvas,
-            score_from=prompt_len if sampling.prompt_logprobs is None else 1,
-            max_len=max_len,
-            stop_ids=sampling.stop_token_ids,
-            pinned=pinned,
-            is_plain=is_plain(submit, strategy, sampling) and found.constraint is None,
-            mask=found.mask,
-            constraint=found.constraint,
-            marks=[] if submit.traced else None,
-        )
-        if found.constraint is not None:
-            self._masks.begin(found.constraint)
+        given_up = self._gate.room_for(submit, self.planner.num_ran)
+        admitted = self._admission.admit(submit)
+        request = open_request(submit, admitted, self._pages, self._clock())
+        if request.constraint is not None:
+            self._masks.begin(request.constraint)
         self._requests[request.key] = request
-        self._planner.enqueue(request)
+        self.planner.enqueue(request)
         if submit.deadline_ns is not None:
             self._deadlines.watch(submit.deadline_ns, request.key)
+        if given_up is None:
+            return []
+        self._release(given_up)
+        return [self._gate.refusal(given_up, self.planner.num_ran)]
 
     def abort(self, abort: Abort) -> None:
         """Ends a sequence; its row and pages go back when the steps that name it are collected."""
@@ -145,10 +148,11 @@ class Scheduler:
             late = Ending(FinishReason.DEADLINE, "the deadline has passed")
             self._end(self._requests[key], late, now)
         self._masks.wait(beside_step=bool(self._in_flight))
-        draft = self._planner.plan(now, beside_step=bool(self._in_flight))
+        draft = self.planner.plan(now, beside_step=bool(self._in_flight))
         if draft.requests or draft.steady:
             return self._launch_plan(draft)
-        assert self._in_flight or not self._requests, f"stuck with {len(self._requests)} requests"
+        runs = self._in_flight or self.planner.paused is not None
+        assert runs or not self._requests, f"stuck with {len(self._requests)} requests"
         return None
 
     def apply(self, plan: StepPlan, decisions: Decisions) -> None:
@@ -170,7 +174,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Asserts the invariants of pages, rows and queues. For tests and debugging."""
-        self._planner.check_integrity(self._requests)
+        self.planner.check_integrity(self._requests)
 
     def _launch_plan(self, draft: StepDraft) -> StepPlan:
         appends: list[PageAppend] = []
@@ -192,7 +196,7 @@ class Scheduler:
 
     def _land(self, token_ids: list[int], now: int) -> None:
         """Takes the tokens of the rows that only move on."""
-        convoy = self._planner.convoy
+        convoy = self.planner.convoy
         keys, token_ids, stragglers, full = convoy.land(token_ids)
         self._output.rows(keys, token_ids)
         for request, num_cached in full:
@@ -226,8 +230,10 @@ class Scheduler:
 
     def _settle(self, request: Request, span: Span, decision: Decision | None, now: int) -> None:
         """Applies one decision: commit, cut at the first end, seal, report."""
-        self._planner.convoy.leave(request)
+        self.planner.convoy.leave(request)
         committed, before = request.committed, request.canvas
+        first_open = max(span.decide_start, len(committed))
+        denoises = bool(before.token_ids) and span.decide_stop > first_open
         update = request.strategy.settle(len(committed), before, span, decision)
         if request.pinned:
             update = keep_pinned(update, len(committed), request.pinned, request.max_len)
@@ -244,12 +250,11 @@ class Scheduler:
         committed += run
         request.canvas = canvas
         request.forward_passes += 1
-        if before.token_ids and span.decide_stop > span.decide_start:
-            request.denoise_steps += 1
-            num_positions = span.decide_stop - span.decide_start
-            self._planner.counting.denoised(num_positions, len(run))
+        request.denoise_steps += denoises
+        if denoises:
+            self.planner.counting.denoised(span.decide_stop - first_open, len(run))
         if request.marks is not None:
-            request.mark(request.marks, now, span, len(run))
+            request.mark(now, span, len(run), denoises)
         if request.first_token_ns is None and run:
             request.first_token_ns = now
         if len(committed) >= request.table.seal_at:
@@ -280,12 +285,14 @@ class Scheduler:
         """Tells the caller; the first ending wins."""
         if request.ending is not None:
             return
-        self._planner.convoy.leave(request)
+        self.planner.convoy.leave(request)
         request.ending = ending
         self._output.finish(request.key, request.finish(ending, now))
         if request.in_flight == 0:
             self._release(request)
 
     def _release(self, request: Request) -> None:
-        self._planner.leave(request)
+        if request.row >= 0 and request.started_ns is not None:
+            self._gate.note(self._clock() - request.started_ns)
+        self.planner.leave(request)
         del self._requests[request.key]

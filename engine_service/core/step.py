@@ -213,6 +213,15 @@ class Decision(NamedTuple):
     vector: bytes | None = None
     """What a prompt was pooled into: little-endian float32."""
 
+    def behind(self, count: int) -> Decision:
+        """Without the first `count` positions."""
+        return self._replace(
+            token_ids=self.token_ids[count:],
+            final=self.final[count:],
+            logprobs=None if self.logprobs is None else self.logprobs[count:],
+            confidence=None if self.confidence is None else self.confidence[count:],
+        )
+
 
 class Decisions(NamedTuple):
     """What a step decided: one entry for every span of its own, None where nothing was decided or

@@ -218,12 +218,23 @@ class DecodeStrategy(ABC):
         """
         return None
 
+    def foresee(self, view: View, span: Span) -> View | None:
+        """What the next span may be planned from while `span`, which decides something, is on its
+        way; `view` is what is settled. Pure.
+
+        None: the row sits out the steps until `span` is collected. The picture may turn out wrong
+        (`span` opens nothing more, or more than was thought) as long as the span that is planned
+        from it computes what is right whatever `span` decides.
+        """
+        return None
+
     @abstractmethod
     def settle(
         self, committed_len: int, canvas: Canvas, span: Span, decision: Decision | None
     ) -> Update:
         """Turns a decision into an update. Pure; `committed_len` and `canvas` are the request's
-        before it, as they were when the span was planned."""
+        before it: as they were when the span was planned or, where that was foreseen, with what the
+        span ahead of it decided."""
 
     def choice_of(self, span: Span) -> KeyChoice:
         """How a span aside chooses the `kept` keys. Of the device half: `admit` knew the row."""

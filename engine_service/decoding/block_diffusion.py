@@ -2,7 +2,9 @@
 
 Host half and device half of the method; it does not know requests, pages or models. A finished
 block is committed and streamed at once; its final KV is stored by the first span of the next
-block, which starts one block earlier. The block-causal mask makes that exact.
+block, which starts one block earlier. The block-causal mask makes that exact. Where steps are
+planned ahead of decisions, a block is taken to be open still: if it was not, the step that followed
+in vain found nothing to reveal and stored its KV.
 """
 
 from __future__ import annotations
@@ -102,11 +104,19 @@ class BlockDiffusion(DecodeStrategy):
         """Whole blocks only: the open block sees itself, so its KV is not final."""
         return committed_len - committed_len % self.mask_block
 
+    def foresee(self, view: View, span: Span) -> View | None:
+        """The block that `span` decides on is still open; or it is known to be full, so that `span`
+        stores it. With shifted logits a span of a full block decides the next one's first token."""
+        if self._shift:
+            return None
+        is_full = span.decide_stop <= view.committed_len
+        return view._replace(num_cached=span.stop if is_full else span.stop - self.mask_block)
+
     def settle(
         self, committed_len: int, canvas: Canvas, span: Span, decision: Decision | None
     ) -> Update:
         """Commits the leading final positions of the canvas; opens a block when it is full."""
-        if decision is None or span.decide_start == span.decide_stop:
+        if decision is None or span.decide_stop <= max(committed_len, span.decide_start):
             return Update([], None, span.stop, canvas)
         tail = merge(committed_len, canvas, span, decision)
         num_cached = committed_len + len(tail.token_ids) - self.mask_block

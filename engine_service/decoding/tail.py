@@ -43,10 +43,13 @@ def merge(committed_len: int, canvas: Canvas, span: Span, decision: Decision) ->
     """The canvas behind `committed_len` tokens with what `span` decided in it.
 
     Open positions of what a span decides on all lie in its decided range, and fixed ones in that
-    range come back as they were.
+    range come back as they were. Where the span was planned ahead of a decision, the range may
+    begin with positions that are committed since.
     """
     first = span.decide_start - committed_len
     last = span.decide_stop - committed_len
+    if first < 0:
+        decision, first = decision.behind(-first), 0
     ids = (*canvas.token_ids[:first], *decision.token_ids, *canvas.token_ids[last:])
     fixed = (*canvas.fixed[:first], *decision.final, *canvas.fixed[last:])
     num_final = fixed.index(False) if False in fixed else len(fixed)

@@ -35,7 +35,6 @@ SCALARS = (
 )
 _UNSERVED = (
     ("adapter", "adapters"),
-    ("fairness_key", "fair sharing between tenants"),
     ("kv_transfer", "KV transfer between engines"),
     ("media", "media inputs"),
 )
@@ -82,6 +81,7 @@ def to_submit(
         choice=spec.choice if choice is None else choice,
         cache_salt=spec.cache_salt,
         priority=spec.priority,
+        fairness_key=spec.fairness_key,
         arrival_ns=now,
         deadline_ns=now + min(limits) if limits else None,
         emit_canvas=spec.emit_canvas,
@@ -118,7 +118,12 @@ def _refuse_unserved(spec: pb.GenerateSpec) -> None:
 
 
 def _check_names(spec: pb.GenerateSpec) -> None:
-    for name, most in (("request_id", MAX_ID_CHARS), ("cache_salt", MAX_SALT_CHARS)):
+    limits = (
+        ("request_id", MAX_ID_CHARS),
+        ("cache_salt", MAX_SALT_CHARS),
+        ("fairness_key", MAX_ID_CHARS),
+    )
+    for name, most in limits:
         if len(getattr(spec, name)) > most:
             raise InvalidRequest(
                 f"{name} has {len(getattr(spec, name))} characters; it may have {most}", param=name

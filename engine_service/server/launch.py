@@ -21,10 +21,13 @@ from engine_service.server.servicer import EngineServicer
 from engine_service.server.servicer_info import AdminServicer, InfoServicer, KvEventServicer
 from engine_service.server.state import SERVING, EngineState, Snapshot
 from engine_service.server.status_pages import status_pages
+from engine_service.server.vllm_engine.servicer import add_vllm_engine
 from tidemill.runtime.errors import Unavailable
 from tidemill.runtime.health import Health
 from tidemill.runtime.parsing import MalformedRequests
 from tidemill.runtime.rpc import bind, server_options
+from tidemill.security.health_port import HealthPort
+from tidemill.security.server_tls import server_tls
 from tidemill.telemetry.tracer import Tracer
 from tidemill.v1 import engine_pb2_grpc
 
@@ -48,9 +51,16 @@ class EngineServer:
         self._server = grpc.aio.server(
             interceptors=(MalformedRequests(),), options=server_options(config.max_message_bytes)
         )
+        self._tls = server_tls(config)
+        self._probes: HealthPort | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._metrics: MetricsPort | None = None
         self.port = self.metrics_port = 0
+
+    @property
+    def health_port(self) -> int | None:
+        """The bound one, if probes have one of their own."""
+        return None if self._probes is None else self._probes.port
 
     @classmethod
     async def start(
@@ -89,9 +99,16 @@ class EngineServer:
         engine_pb2_grpc.add_EngineInfoServiceServicer_to_server(InfoServicer(desk), server)
         engine_pb2_grpc.add_KvEventServiceServicer_to_server(KvEventServicer(), server)
         engine_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(), server)
+        if config.vllm_facade:
+            _LOG.info("serving %s for gateways", add_vllm_engine(desk, server))
         await self._health.register(server, reflection=_NAMES if config.reflection else ())
         self._open_metrics()
-        self.port = bind(server, config.host, config.engine_port, flag="--engine-port")
+        credentials = self._tls.grpc_credentials() if self._tls else None
+        self.port = bind(
+            server, config.host, config.engine_port, flag="--engine-port", credentials=credentials
+        )
+        if config.health_port is not None:
+            self._probes = await HealthPort.open(self._health, config.host, config.health_port)
         await server.start()
         desk.board.move(EngineState.LOADING, "starting the core process")
         await desk.core.open(self._rank.sock)
@@ -174,6 +191,8 @@ class EngineServer:
             desk.board.move(EngineState.SHUTDOWN, "stopped")
         desk.close_sessions(desk.core.lost)
         await self._server.stop(_CLOSING_S)
+        if self._probes is not None:
+            await self._probes.close()
         desk.core.command(Shutdown())
         await asyncio.sleep(0)
         await asyncio.to_thread(self._rank.stop, _CLOSING_S)

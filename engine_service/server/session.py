@@ -55,6 +55,7 @@ class Session:
         sha256 = found.sha256 if isinstance(found, TokenizerFiles) else ""
         limit = desk.config.max_message_bytes
         await self._stream.write(hello_ack(facts, desk.instance_id, sha256, limit))
+        self.notify(desk.report)  # a new frontend needs not guess until the next heartbeat
 
     async def _serve(self) -> None:
         reader = asyncio.create_task(self._read())

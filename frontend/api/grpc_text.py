@@ -17,11 +17,13 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from frontend.api import grpc_text_convert as convert
+from frontend.api.grpc_gate import admitted, client_of
 from frontend.api.grpc_text_infill import to_infill_request
 from frontend.api.grpc_text_pieces import CHAT, TEXT, Form, Pieces, prompt_ids_of
 from frontend.api.grpc_text_pool import PoolMethods
 from frontend.choice import PromptScores
 from frontend.desk import FrontDesk
+from frontend.gate import Gate
 from frontend.generation import Generation
 from frontend.request import Ingress, TextRequest
 from frontend.validation import check_streamed
@@ -34,6 +36,7 @@ from tidemill.v1 import text_pb2 as pb
 
 SERVICE = "tidemill.v1.TextService"
 _MAX_ID_CHARS = 128
+_MAX_SESSION_CHARS = 256
 _FOREVER_S = 1e8
 """time_remaining() of a call without a deadline is larger than this, or None."""
 
@@ -41,8 +44,11 @@ _FOREVER_S = 1e8
 class TextServicer(PoolMethods):
     """The methods of TextService."""
 
-    def __init__(self, desk: FrontDesk) -> None:
+    service = SERVICE
+
+    def __init__(self, desk: FrontDesk, gate: Gate) -> None:
         self._desk = desk
+        self._gate = gate
 
     async def Generate(self, request: Any, context: Any) -> Any:
         """Text for a prompt, in one message."""
@@ -129,15 +135,21 @@ class TextServicer(PoolMethods):
                 param="x-request-id",
             )
         above = parse_trace(metadata.get("traceparent", ""), metadata.get("tracestate", ""))
-        span = self._desk.tracer.start(f"{SERVICE}/{method}", above)
+        span = self._desk.tracer.start(f"{self.service}/{method}", above)
         received, remaining = asyncio.get_running_loop().time(), context.time_remaining()
         seconds = None if remaining is None or remaining > _FOREVER_S else remaining
+        known = admitted()
         ingress = Ingress(
             request_id=given_id or uuid.uuid4().hex,
             received=received,
             created=int(time.time()),
             span=span,
             deadline=self._desk.deadline(received, seconds),
+            session=metadata.get("x-session-id", "")[:_MAX_SESSION_CHARS],
+            asked=method,
+            client=client_of(self._gate, context, metadata),
+            caller=known.caller if known else "",
+            use=known.use if known else None,
         )
         failure: BaseException | None = None
         try:
@@ -167,9 +179,9 @@ class TextServicer(PoolMethods):
         self._desk.metrics.rpc_duration.labels(method, status).observe(seconds)
 
 
-def add_text_service(desk: FrontDesk, server: grpc.aio.Server) -> None:
+def add_text_service(desk: FrontDesk, server: grpc.aio.Server, gate: Gate) -> None:
     """Registers TextService; every method answers errors the same way."""
-    servicer = TextServicer(desk)
+    servicer = TextServicer(desk, gate)
     handlers = {}
     for method in pb.DESCRIPTOR.services_by_name["TextService"].methods:
         make = (

@@ -65,6 +65,7 @@ def _health(desk: FrontDesk) -> dict[str, Any]:
         },
         "model_loaded": model is not None and desk.engine.state != "connecting",
         "last_error": None if desk.engine.state == "ready" else desk.engine.last_error,
+        "engines": desk.engine.told(),
         "model": None if model is None else model.name,
         "replica": desk.replica,
         "requests": desk.num_live,

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from frontend.api.envelopes import error_body, is_anthropic
 from frontend.desk import FrontDesk
+from frontend.gate import Gate
 from frontend.request import Ingress
 from tidemill.runtime.errors import Cancelled, InternalError, InvalidRequest, NotFound, ServiceError
 from tidemill.telemetry import semconv
@@ -30,8 +31,20 @@ from tidemill.telemetry.tracer import Span
 _LOG = logging.getLogger("tidemill.frontend.http")
 SEND_PIECE = "send_piece"
 """Of a request's state: how the pieces of a body are sent once its head is out."""
+_SAFE = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"x-xss-protection", b"0"),
+    (b"referrer-policy", b"no-referrer"),
+)
+"""For browsers. The filter that x-xss-protection turns off was itself a way to attack pages."""
+_ONLY_TLS = (b"strict-transport-security", b"max-age=31536000")
+_NOTHING = (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'")
+_PROBES = frozenset({"/health", "/health/live", "/health/ready", "/v1/health", "/metrics"})
 _MAX_ID_CHARS = 128
 _MAX_TIMEOUT_DIGITS = 15
+_MAX_SESSION_CHARS = 256
+_MAX_PATH_CHARS = 200
 _DISCARD_FACTOR = 4
 Result = TypeVar("Result")
 
@@ -61,11 +74,14 @@ class JsonResponse(Response):
 
 
 class IngressMiddleware:
-    """Outermost: gives each request its id, deadline and SERVER span, and counts it."""
+    """Outermost: gives each request its id, deadline and SERVER span, logs and counts it, and gives
+    each answer the headers that keep browsers safe."""
 
-    def __init__(self, app: ASGIApp, desk: FrontDesk) -> None:
+    def __init__(self, app: ASGIApp, desk: FrontDesk, gate: Gate) -> None:
         self._app = app
         self._desk = desk
+        self._gate = gate
+        self._safe = [*_SAFE, *([_ONLY_TLS] if desk.config.tls_cert else [])]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,6 +92,8 @@ class IngressMiddleware:
         began, span = asyncio.get_running_loop().time(), self._start_span(request)
         given_id = request.headers.get("x-request-id", "")
         request_id = given_id if _is_id(given_id) else uuid.uuid4().hex
+        began, client = asyncio.get_running_loop().time(), self._client(scope, request)
+        _LOG.debug("%s %s from %s", request.method, path, client)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -83,12 +101,12 @@ class IngressMiddleware:
                 status = message["status"]
                 names = (b"x-request-id", *([b"request-id"] if is_anthropic(path) else []))
                 ids = [(name, request_id.encode()) for name in names]
-                message["headers"] = [*message["headers"], *ids]
+                message["headers"] = _with_safe([*message["headers"], *ids], self._safe)
             await send(message)
 
         try:
             state[SEND_PIECE] = send  # everyone between here and a route looks at heads alone
-            state["ingress"] = self._ingress(request, request_id, span)
+            state["ingress"] = self._ingress(request, request_id, span, client)
             await self._app(scope, receive, send_with_id)
         except Exception as failure:
             if status:
@@ -103,14 +121,37 @@ class IngressMiddleware:
             seconds = asyncio.get_running_loop().time() - began
             counts.duration.labels(route, request.method).observe(seconds)
             self._end_span(span, request, route, status)
-            _LOG.debug("%s %s %d", request.method, path, status, extra=_facts(request_id, span))
+            self._log_end(request, _facts(request_id, span), client, status, seconds)
 
     def _start_span(self, request: Request) -> Span:
         headers, path = request.headers, request.scope["path"]
         above = parse_trace(headers.get("traceparent", ""), headers.get("tracestate", ""))
-        if not path.startswith("/v1/") or request.method != "POST":
+        if not path.startswith(("/v1/", "/v2/")) or request.method != "POST":
             return Span(self._desk.tracer, above)  # probes and scrapes are not traced
         return self._desk.tracer.start(f"{request.method} {path}", above)
+
+    def _client(self, scope: Scope, request: Request) -> str:
+        peer = scope.get("client")
+        return self._gate.client(
+            peer[0] if peer else "", request.headers.get("x-forwarded-for", "")
+        )
+
+    def _log_end(
+        self, request: Request, facts: dict[str, Any], client: str, status: int, seconds: float
+    ) -> None:
+        """Walks of a model's requests have a line of their own, which says more; here are all that
+        were refused, and all others but probes."""
+        path = request.scope["path"]
+        has_line = status < 400 and request.method == "POST" and path.startswith("/v1/")
+        is_probe = path in _PROBES and status != 500
+        level = logging.DEBUG if has_line or is_probe else logging.INFO
+        if not _LOG.isEnabledFor(level):
+            return
+        ingress = request.scope["state"].get("ingress")
+        facts |= {"client": client, "status": status, "seconds": round(seconds, 4)}
+        if ingress is not None and ingress.caller:
+            facts["key"] = ingress.caller
+        _LOG.log(level, "%s %s %d", request.method, path[:_MAX_PATH_CHARS], status, extra=facts)
 
     def _end_span(self, span: Span, request: Request, route: str, status: int) -> None:
         """Named by its route: a path may hold ids. Status 0: the client left before any answer."""
@@ -126,7 +167,7 @@ class IngressMiddleware:
             error = f"status {status}" if status else "the client left"
         span.end(attributes=attributes, error=error, name=f"{request.method} {route}")
 
-    def _ingress(self, request: Request, request_id: str, span: Span) -> Ingress:
+    def _ingress(self, request: Request, request_id: str, span: Span, client: str) -> Ingress:
         received = asyncio.get_running_loop().time()
         given_id = request.headers.get("x-request-id", "")
         if given_id and not _is_id(given_id):
@@ -150,7 +191,25 @@ class IngressMiddleware:
             created=int(time.time()),
             span=span,
             deadline=deadline,
+            session=request.headers.get("x-session-id", "")[:_MAX_SESSION_CHARS],
+            asked=request.scope["path"],
+            client=client,
         )
+
+
+def _with_safe(
+    headers: list[tuple[bytes, bytes]], safe: list[tuple[bytes, bytes]]
+) -> list[tuple[bytes, bytes]]:
+    """Pages keep the headers that they chose themselves; anything else may do nothing at all."""
+    chosen = {name for name, _ in headers}
+    if b"content-security-policy" not in chosen and not _is_html(headers):
+        headers.append(_NOTHING)
+    headers += [pair for pair in safe if pair[0] not in chosen]
+    return headers
+
+
+def _is_html(headers: list[tuple[bytes, bytes]]) -> bool:
+    return any(name == b"content-type" and text.startswith(b"text/html") for name, text in headers)
 
 
 def error_response(error: ServiceError, path: str) -> Response:

@@ -144,6 +144,7 @@ def _options(
         priority=body.priority or 0,
         emit_canvas=bool(stream_options and stream_options.include_canvas),
         user=body.user or "",
+        session=body.prompt_cache_key or "",
     )
     if body.stream:
         check_streamed(options)

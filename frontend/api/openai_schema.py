@@ -140,7 +140,11 @@ class GenerationBody(Body):
     cache_salt: str | None = None
     """Up to 1024 characters; prompts with different salts never share cached pages."""
     user: str | None = None
-    """Whom the client serves; written to the request's log line, and without any other effect."""
+    """Whom the client serves; written to the request's log line. Session affinity goes by it where
+    there is no prompt_cache_key."""
+    prompt_cache_key: str | None = None
+    """Names requests that share much of their prompts, for session affinity among several engines;
+    equal beginnings share their pages without it."""
     decoding: DecodingBody | None = None
     """Decoding method and its knobs; unknown knobs are refused by the engine."""
     threshold: StrictFloat | None = None

@@ -41,6 +41,8 @@ _HEADERS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Nothing but this server's own files runs, and no other page may frame this one."""
+PUBLIC_PATHS = frozenset({"/", *(f"/ui/{path.name}" for path in _FOLDER.iterdir())})
+"""The page itself: the same for everybody, and browsers fetch it without a key."""
 _MAX_IDS = 512
 _ID = re.compile(r"[0-9]{1,10}")
 

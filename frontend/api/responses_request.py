@@ -54,6 +54,7 @@ def to_request(body: ResponsesBody, turns: Turns) -> TextRequest:
         constraint=_constraint(body),
         logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None,
         user=body.safety_identifier or body.user or "",
+        session=body.prompt_cache_key or "",
     )
     effort = body.reasoning.effort if body.reasoning else None
     kwargs = {} if effort is None else {"reasoning_effort": effort}

@@ -140,11 +140,13 @@ class ResponsesBody(Body):
         | None
     ) = None
     user: str | None = None
-    """Whom the client serves; written to the request's log line, and without any other effect."""
+    """Whom the client serves; written to the request's log line. Session affinity goes by it where
+    there is no prompt_cache_key."""
     safety_identifier: str | None = None
     """Another name of user, which goes before it."""
     prompt_cache_key: str | None = None
-    """Without effect: equal beginnings of prompts share their pages without being named."""
+    """Names requests that share much of their prompts, for session affinity among several engines;
+    equal beginnings share their pages without it."""
     reasoning: ReasoningBody | None = None
     text: TextBody | None = None
     tools: list[ResponsesTool] | None = None

@@ -8,13 +8,16 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from frontend.api import chat, completions
 from frontend.api.admin import admin_routes
 from frontend.api.classify import classify_routes
+from frontend.api.cors import cors_options
 from frontend.api.document import DocumentedApp, documented
 from frontend.api.embeddings import embeddings_routes
+from frontend.api.gated import GateMiddleware
 from frontend.api.health import health_routes
 from frontend.api.http import (
     IngressMiddleware,
@@ -26,6 +29,7 @@ from frontend.api.http import (
 )
 from frontend.api.jobs import job_routes
 from frontend.api.messages import messages_routes
+from frontend.api.oip_routes import oip_routes
 from frontend.api.openai_request import parse
 from frontend.api.openai_schema import ChatBody, CompletionBody
 from frontend.api.page import page_routes
@@ -33,6 +37,7 @@ from frontend.api.rerank import rerank_routes
 from frontend.api.responses import responses_routes
 from frontend.api.sse import EventStream
 from frontend.desk import FrontDesk
+from frontend.gate import Gate
 from tidemill import __version__
 from tidemill.runtime.errors import ServiceError
 
@@ -47,8 +52,8 @@ class _BusyRoute(APIRoute):
         return handler
 
 
-def build_http(desk: FrontDesk) -> FastAPI:
-    """The ASGI application that serves `desk`."""
+def build_http(desk: FrontDesk, gate: Gate) -> FastAPI:
+    """The ASGI application that serves `desk` to whom `gate` lets in."""
     app = DocumentedApp(title="Tidemill", version=__version__)
     app.router.route_class = _BusyRoute
 
@@ -79,6 +84,7 @@ def build_http(desk: FrontDesk) -> FastAPI:
     app.include_router(health_routes(desk))
     app.include_router(job_routes(desk))
     app.include_router(messages_routes(desk))
+    app.include_router(oip_routes(desk))
     app.include_router(rerank_routes(desk))
     app.include_router(responses_routes(desk))
     app.include_router(page_routes(desk))
@@ -88,5 +94,10 @@ def build_http(desk: FrontDesk) -> FastAPI:
 
     for kind in (ServiceError, HTTPException):
         app.add_exception_handler(kind, answer_failure)
-    app.add_middleware(IngressMiddleware, desk=desk)
+    # The last one added is outermost: id, log and safe headers, then CORS, then the gate.
+    if not gate.is_open:
+        app.add_middleware(GateMiddleware, gate=gate, config=desk.config)
+    if (cors := cors_options(desk.config)) is not None:
+        app.add_middleware(CORSMiddleware, **cors)
+    app.add_middleware(IngressMiddleware, desk=desk, gate=gate)
     return app

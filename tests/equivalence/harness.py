@@ -59,6 +59,7 @@ class Setup:
     prefix_caching: bool = True
     overlaps: bool = False
     """A step is launched before the one ahead of it is collected."""
+    foreseen_tokens: int = 1 << 30
 
 
 class ToyEngine:
@@ -100,6 +101,7 @@ class ToyEngine:
                 canvas_budget=setup.canvas_budget,
                 max_queued_requests=setup.max_queued_requests,
                 age_bound_s=setup.age_bound_s,
+                foreseen_tokens=setup.foreseen_tokens,
             ),
             masks=self.masks,
             clock=lambda: self.now_ns,
@@ -221,7 +223,7 @@ class ToyEngine:
         while self._flights:
             self._collect()
             self.collect_output()
-        planner = self.scheduler._planner
+        planner = self.scheduler.planner
         request = planner._running.get(key)
         if request is None:
             return False

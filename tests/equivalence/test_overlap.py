@@ -15,11 +15,27 @@ from tests.equivalence.harness import AR, BLOCK, EOS, Result, Setup, ToyEngine
 from tests.equivalence.references import random_prompt, reference_ar
 from tests.fakes import ToyModel
 
+NEVER = 1 << 30
 
-def run(which: int, *, overlaps: bool, num_pages: int = 30, **options: object) -> ToyEngine:
+
+def run(
+    which: int,
+    *,
+    overlaps: bool,
+    num_pages: int = 30,
+    foreseen_tokens: int = NEVER,
+    **options: object,
+) -> ToyEngine:
     """Eight requests of both methods, with few pages; the same for a number."""
     rng = random.Random(which)
-    setup = Setup(page_size=2, block=4, num_pages=num_pages, max_rows=5, overlaps=overlaps)
+    setup = Setup(
+        page_size=2,
+        block=4,
+        num_pages=num_pages,
+        max_rows=5,
+        overlaps=overlaps,
+        foreseen_tokens=foreseen_tokens,
+    )
     engine = ToyEngine(ToyModel(which), setup)
     for index in range(8):
         method = AR if index % 3 else BLOCK
@@ -33,20 +49,24 @@ def tokens(engine: ToyEngine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}, {"ignore_eos": False}])
-def test_overlap_equals_no_overlap(seed: int, options: dict[str, object]) -> None:
+@pytest.mark.parametrize("foreseen_tokens", [NEVER, 12, 0])
+def test_overlap_equals_no_overlap(
+    seed: int, options: dict[str, object], foreseen_tokens: int
+) -> None:
     for round_seed in range(seed, seed + 4):
         plain = run(round_seed, overlaps=False, **options)
-        overlapped = run(round_seed, overlaps=True, **options)
+        overlapped = run(round_seed, overlaps=True, foreseen_tokens=foreseen_tokens, **options)
         assert tokens(overlapped) == tokens(plain), round_seed
         for one, other in zip(plain.results.values(), overlapped.results.values(), strict=True):
             assert one.finish.reason == other.finish.reason
             assert one.finish.usage.output_tokens == other.finish.usage.output_tokens
 
 
-def test_pages_run_short_while_steps_overlap(seed: int) -> None:
+@pytest.mark.parametrize("foreseen_tokens", [NEVER, 0])
+def test_pages_run_short_while_steps_overlap(seed: int, foreseen_tokens: int) -> None:
     preemptions = 0
     for round_seed in range(seed, seed + 4):
-        engine = run(round_seed, overlaps=True, num_pages=26)
+        engine = run(round_seed, overlaps=True, num_pages=26, foreseen_tokens=foreseen_tokens)
         preemptions += sum(r.finish.usage.preemptions for r in engine.results.values())
         assert tokens(engine) == tokens(run(round_seed, overlaps=False, num_pages=200))
     assert preemptions > 0, "the test must force preemptions"

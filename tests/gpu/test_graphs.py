@@ -2,6 +2,7 @@
 line with it, for every kind of row."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,10 +51,14 @@ def requests(model: str, seed: int, count: int) -> tuple[list[list[int]], list[S
     return prompts, params
 
 
-def run(model: str, prompts, params, *, overlaps: bool = True, **config) -> list[list[int]]:
+def run(
+    model: str, prompts, params, *, overlaps: bool = True, foreseen_tokens: int = 2048, **config
+) -> list[list[int]]:
     llm = LLM(model, device="cuda", max_model_len=256, memory_fraction=0.2, **config)
     assert llm._loop._depth == 1
     llm._loop._depth = int(overlaps)
+    planner = llm._loop._scheduler.planner
+    planner._limits = replace(planner._limits, foreseen_tokens=foreseen_tokens)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
 
@@ -77,6 +82,15 @@ def test_overlap_on_equals_overlap_off(model: str, enforce_eager: bool, seed: in
     overlapped = run(model, prompts, params, **config)
     in_line = run(model, prompts, params, overlaps=False, **config)
     assert overlapped == in_line
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_blocks_planned_ahead_of_decisions_are_the_same(enforce_eager: bool, seed: int) -> None:
+    prompts, params = requests("demo-block", seed, 60)
+    config = {"dtype": "float32", "max_rows": 20, "enforce_eager": enforce_eager}
+    foreseen = run("demo-block", prompts, params, foreseen_tokens=0, **config)
+    in_line = run("demo-block", prompts, params, overlaps=False, **config)
+    assert foreseen == in_line
 
 
 @pytest.mark.parametrize("model", ["demo", "demo-block"])

@@ -102,6 +102,10 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
     """Tokens of all sequences."""
     pool_tasks: tuple[int, ...] = (pb.POOL_TASK_EMBED,)
     pools: list[pb.PoolRequest] = field(default_factory=list)
+    waiting: int = 1
+    """Of every load report."""
+    limits: pb.EngineLimits = field(default_factory=pb.EngineLimits)
+    """Told beside those of the model."""
     generation: int = 0
     """Sessions of an older generation end."""
 
@@ -123,6 +127,7 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
                 max_model_len=self.max_model_len, vocab_size=self.vocab_size, max_logprobs=5
             ),
         )
+        answer.limits.MergeFrom(self.limits)
         answer.decoding.default_method = "autoregressive"
         answer.decoding.methods.append("autoregressive")
         answer.pooling.tasks.extend(self.pool_tasks)
@@ -175,7 +180,9 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
             while not reader.done() and generation == self.generation:
                 if time.monotonic() - reported > 0.5:
                     reported = time.monotonic()
-                    load = pb.Load(running=len(rows), waiting=1, pages_used=1, pages_total=4)
+                    load = pb.Load(
+                        running=len(rows), waiting=self.waiting, pages_used=1, pages_total=4
+                    )
                     report = pb.LoadReport(load=load)
                     await writer.write(pb.SessionResponse(load_report=report))
                 step = self._step(rows)

@@ -109,7 +109,7 @@ async def test_only_the_same_engine_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_process: bool
 ) -> None:
     """Before the first token a request survives a lost session, but not a lost engine."""
-    monkeypatch.setattr("frontend.generation._RECONNECT_S", PATIENCE_S)
+    monkeypatch.setattr("frontend.fleet.route._WAIT_S", PATIENCE_S)
     fake, _ = make_engine(tmp_path, hold=True)
     port = free_port()
     async with frontend_for(port) as frontend, serving(fake, port):

@@ -62,7 +62,6 @@ def admit(
     method: str | None = None,
     knobs: dict[str, Any] | None = None,
     packed: bytes | None = None,
-    fairness_key: str = "",
     emit_canvas: bool = False,
     **sampling: Any,
 ) -> Admitted:
@@ -73,7 +72,6 @@ def admit(
             prompt=struct.pack(f"<{len(prompt)}I", *prompt) if packed is None else packed,
             sampling=SamplingParams(**sampling),
             decoding=DecodingChoice(method=method, params=knobs or {}),
-            fairness_key=fairness_key,
             emit_canvas=emit_canvas,
         )
     )
@@ -214,7 +212,6 @@ def test_rule_c_what_could_never_run_names_the_flag_to_raise() -> None:
         (BLOCK, {"repetition_penalty": 1.2}, "repetition_penalty"),
         (BLOCK, {"prompt_logprobs": 0}, "prompt_logprobs"),
         (AR, {"emit_canvas": True}, "emit_canvas"),
-        (AR, {"fairness_key": "team"}, "fairness_key"),
     ],
 )
 def test_what_a_method_cannot_do_is_unsupported_by_name(

@@ -65,7 +65,6 @@ def test_the_smaller_limit_is_the_deadline() -> None:
 
 UNSERVED = {
     "adapter": pb.GenerateSpec(adapter="a"),
-    "fairness_key": pb.GenerateSpec(fairness_key="a"),
     "kv_transfer": pb.GenerateSpec(kv_transfer={}),
     "media": pb.GenerateSpec(media=[pb.MediaItem()]),
     "dp_rank": pb.GenerateSpec(dp_rank=1),
@@ -84,7 +83,7 @@ def test_every_field_of_the_contract_is_served_or_refused() -> None:
     served = {
         "request_id", "prompt_token_ids", "sampling", "decoding", "stop", "logprobs",
         "cache_salt", "priority", "timeout_ms", "traceparent", "tracestate", "choice",
-        "emit_canvas", "pinned", "constraint", "reasoning",
+        "emit_canvas", "pinned", "constraint", "reasoning", "fairness_key",
     }  # fmt: skip
     hints = {"prompt_digest", "group"}  # for routers and logs; they ask nothing of an engine
     fields = {field.name for field in pb.GenerateSpec.DESCRIPTOR.fields}

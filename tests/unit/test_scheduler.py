@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine_service.core.admission import Admission, Capacity
-from engine_service.core.messages import Abort, Finish, FinishReason, StepOutput, Submit
+from engine_service.core.messages import Abort, Finish, FinishReason, Reject, StepOutput, Submit
 from engine_service.core.pages import PageManager
 from engine_service.core.params import DecodingChoice, SamplingParams, SchedulerLimits
 from engine_service.core.scheduler import Scheduler
@@ -34,6 +34,7 @@ class Desk:
         token_budget: int = 32,
         logit_budget: int = 32,
         queue: int = 100,
+        max_queue_delay_s: float = 0.0,
         age_bound_s: float = 30.0,
         reveals: int = 2,
     ) -> None:
@@ -70,6 +71,7 @@ class Desk:
                 logit_budget=logit_budget,
                 canvas_budget=token_budget,
                 max_queued_requests=queue,
+                max_queue_delay_s=max_queue_delay_s,
                 age_bound_s=age_bound_s,
             ),
             clock=lambda: self.now,
@@ -80,14 +82,14 @@ class Desk:
 
     def submit(
         self, key: int, prompt_len: int, max_tokens: int, method: str | None = None, **fields: Any
-    ) -> None:
-        """A request whose prompt no other request shares."""
+    ) -> list[Reject]:
+        """A request whose prompt no other request shares; answers who was given up for it."""
         fields.setdefault("arrival_ns", self.now)
         prompt = [(key * 31 + i * 7) % 90 for i in range(prompt_len)]
         sampling = SamplingParams(max_tokens=max_tokens, seed=key)
         decoding = DecodingChoice(method=method)
         packed = struct.pack(f"<{prompt_len}I", *prompt)
-        self.scheduler.submit(
+        given_up = self.scheduler.submit(
             Submit(
                 key=key,
                 request_id=str(key),
@@ -98,6 +100,7 @@ class Desk:
             )
         )
         self.tokens[key] = 0
+        return given_up
 
     def decide(self, plan: StepPlan) -> Decisions:
         """Token 5 everywhere; a diffusion span reveals its first positions."""
@@ -115,7 +118,7 @@ class Desk:
         plan = self.scheduler.schedule()
         ran = {}
         if plan is not None:
-            running = self.scheduler._planner._running.values()
+            running = self.scheduler.planner._running.values()
             keys = {request.row: request.key for request in running}
             ran = {keys[span.row]: (span.start, span.stop) for span in plan.spans}
             self.scheduler.apply(plan, self.decide(plan))
@@ -199,11 +202,11 @@ def test_prompts_are_not_starved_by_decoding_rows() -> None:
     desk = Desk(num_pages=200, token_budget=BLOCK, logit_budget=BLOCK, max_rows=3)
     desk.submit(1, BLOCK, 400, "block_diffusion")
     desk.step()
-    planner = desk.scheduler._planner
+    planner = desk.scheduler.planner
     desk.submit(2, 24, 4)
     # Let the prompt in beside a row that could take every step's whole budget.
-    waiting = next(iter(planner._waiting))
-    planner._waiting.remove(waiting)
+    waiting = next(iter(planner.waiting))
+    planner.waiting.start(waiting, 24)
     waiting.row = planner._free_rows.pop()
     planner._running[2] = waiting
     for _ in range(12):

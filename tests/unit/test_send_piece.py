@@ -14,6 +14,7 @@ from frontend.api.http import SEND_PIECE, IngressMiddleware
 from frontend.api.sse import EventStream
 from frontend.config import FrontendConfig
 from frontend.desk import FrontDesk
+from frontend.gate import Gate
 from tidemill.telemetry.tracer import Tracer
 
 PIECES = [b"data: 1\n\n", b"data: 2\n\n", b"data: 3\n\n"]
@@ -65,7 +66,9 @@ def answer(cycle: Cycle, *, forgets: bool = True) -> list[str]:
 
     async def serve() -> None:
         desk = FrontDesk(FrontendConfig(), Tracer("frontend", None))
-        await IngressMiddleware(app, desk)(cycle.scope, cycle.receive, cycle.send)
+        await IngressMiddleware(app, desk, Gate(desk.config))(
+            cycle.scope, cycle.receive, cycle.send
+        )
 
     asyncio.run(serve())
     return seen

@@ -96,11 +96,14 @@ def base_url(url: str) -> httpx.URL:
     return base
 
 
-def http_client(base: httpx.URL, concurrency: int, timeout_s: float | None) -> httpx.AsyncClient:
+def http_client(
+    base: httpx.URL, concurrency: int, timeout_s: float | None, api_key: str = ""
+) -> httpx.AsyncClient:
     """A client for `concurrency` requests at a time, each of which may take `timeout_s`."""
+    shown = {"authorization": f"Bearer {api_key}"} if api_key else {}
     return httpx.AsyncClient(
         base_url=base,
-        headers={"content-type": "application/json"},
+        headers={"content-type": "application/json", **shown},
         limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
         timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
     )

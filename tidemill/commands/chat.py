@@ -15,6 +15,7 @@ from tidemill.exchange import CallOptions, Delta
 from tidemill.runtime import options
 from tidemill.runtime.errors import ServiceError, Unsupported
 from tidemill.sampling_params import SamplingParams
+from tidemill.security.client_tls import ClientTls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,16 @@ class ChatOptions:
     """Ask this and leave; default: a conversation, one message per line, until Ctrl-D."""
     server: str = "127.0.0.1:50051"
     """Address of a frontend's gRPC interface."""
+    api_key: options.Secret | None = None
+    """Key for a server that asks for one; better given as the variable TIDEMILL_API_KEY."""
+    tls: bool = False
+    """Speak TLS; the certificate is checked against public CAs unless --tls-ca names another."""
+    tls_ca: str | None = None
+    """PEM file of the server's CA; speaks TLS."""
+    tls_cert: str | None = None
+    """PEM file of this client's certificate, for servers that ask for one."""
+    tls_key: str | None = None
+    """PEM file of that certificate's key."""
     model: str = ""
     """Name of the model; default: the one that is served."""
     system: str | None = None
@@ -49,7 +60,9 @@ def run(argv: Sequence[str]) -> int:
     opening = [{"role": "system", "content": wanted.system}] if wanted.system else []
     said = list(opening)
     failed = False
-    with Client(wanted.server) as client:
+    paths = (wanted.tls_ca, wanted.tls_cert, wanted.tls_key)
+    tls = ClientTls(*paths) if wanted.tls or any(paths) else None
+    with Client(wanted.server, api_key=wanted.api_key or "", tls=tls) as client:
         for message in [wanted.message] if wanted.message else _lines():
             said.append({"role": "user", "content": message})
             try:

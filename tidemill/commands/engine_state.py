@@ -1,9 +1,11 @@
-"""What a supervisor asks an engine: its state while it loads, and what it serves."""
+"""What a supervisor asks: of an engine its state and what it serves, of a frontend its health."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tidemill.runtime.errors import EngineDead
 from tidemill.runtime.rpc import channel_options
@@ -72,3 +74,16 @@ async def serving(address: str) -> Serving:
         max_rows=answer.limits.max_rows,
         max_model_len=answer.limits.max_model_len,
     )
+
+
+async def probed(address: str, every_s: float) -> None:
+    """Returns as soon as the health port at `address` says SERVING of readiness."""
+    question = health_pb2.HealthCheckRequest(service="readiness")
+    wanted = health_pb2.HealthCheckResponse.SERVING
+    async with grpc.aio.insecure_channel(
+        address, options=channel_options(_MESSAGE_BYTES)
+    ) as channel:
+        check, status = health_pb2_grpc.HealthStub(channel).Check, None
+        while status != wanted:
+            await asyncio.sleep(every_s)
+            status = (await check(question, wait_for_ready=True)).status

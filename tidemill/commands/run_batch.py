@@ -55,7 +55,10 @@ class RunBatchOptions:
     """Answers, one line per request, in the order in which they come; or -o. What is answered in
     it already is not asked again."""
     url: str = "http://127.0.0.1:8000"
-    """Address of a frontend's HTTP interface."""
+    """Address of a frontend's HTTP interface. With https, the variable SSL_CERT_FILE names a CA
+    that is not a public one."""
+    api_key: options.Secret | None = None
+    """Key for a server that asks for one; better given as the variable TIDEMILL_API_KEY."""
     concurrency: int = 64
     """Requests at a time."""
     max_retries: int = 12
@@ -173,7 +176,9 @@ def run(argv: Sequence[str]) -> int:
     screen = Screen(wanted.url, tally.total)
 
     async def ask_all() -> None:
-        async with http_client(base, wanted.concurrency, wanted.timeout_s) as client:
+        async with http_client(
+            base, wanted.concurrency, wanted.timeout_s, wanted.api_key or ""
+        ) as client:
             server = Server(client, wanted.max_retries, screen.tell_pause)
             lines = _unanswered(Path(wanted.input_file), answers.done, tally)
             batch = Batch(lines, server, answers, tally, screen)

@@ -62,7 +62,7 @@ class Screen:
         self._enter("")
         self.close()
         model = frontend.served_model_name or facts.model
-        url = f"http://{host}:{frontend.http_port}/v1"
+        url = f"{'http' if frontend.tls_cert is None else 'https'}://{host}:{frontend.http_port}/v1"
         path, ask = _trial(model, facts)
         spent = {name: f"{s:.1f}" for name, s in self._seconds.items() if s >= _WORTH_TELLING_S}
         stages = ", ".join(f"{name} {seconds}" for name, seconds in spent.items())
@@ -77,7 +77,7 @@ class Screen:
             f"  engine  {frontend.engine}",
             f"  KV      {kept},"
             f" {facts.max_rows} requests at a time, {facts.max_model_len:,} tokens each",
-            f"\n  curl {url}/{path} -H 'content-type: application/json'"
+            f"\n  curl {_safety(frontend)}{url}/{path} -H 'content-type: application/json'"
             f" -d {shlex.quote(json.dumps(ask))}\n",
             sep="\n",
             flush=True,
@@ -101,6 +101,15 @@ class Screen:
         self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + now - self._changed
         self._stage, self._changed = stage, now
         self._progress.reset(self._task, description=stage, total=None)
+
+
+def _safety(frontend: FrontendConfig) -> str:
+    """What curl needs beside the address; of a key only where it belongs."""
+    words = ["--cacert CA.pem"] * (frontend.tls_cert is not None)
+    words += ["--cert CLIENT.pem --key CLIENT.key"] * (frontend.tls_client_ca is not None)
+    if frontend.api_key is not None or frontend.api_keys_file is not None:
+        words.append("-H 'authorization: Bearer KEY'")
+    return " ".join([*words, ""])
 
 
 def _trial(model: str, facts: Serving) -> tuple[str, dict[str, Any]]:

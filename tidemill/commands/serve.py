@@ -16,13 +16,14 @@ from engine_service.config import EngineConfig
 from frontend.config import FrontendConfig
 from tidemill.commands import ports
 from tidemill.commands.child import Child, ending
-from tidemill.commands.engine_state import serving, stages
+from tidemill.commands.engine_state import probed, serving, stages
 from tidemill.commands.screen import Screen
 from tidemill.commands.spellings import ours
 from tidemill.runtime import options
 from tidemill.runtime.errors import EngineDead
 
 _FOREVER_S = 1e6  # the frontend waits for a model of any size; we see when either one ends
+_OF_THE_WAY = ("engine", "engine_tls_ca", "engine_tls_cert", "engine_tls_key", "engine_tls_name")
 _MARGIN_S = 5.0  # for a service to close down behind its drain timeout
 _HEALTH_EVERY_S = 0.1
 
@@ -34,23 +35,40 @@ def run(argv: Sequence[str]) -> int:
         ours(argv),
         prog="tidemill serve",
         positional="model",
-        hidden=("engine", "connect_timeout_s"),
+        hidden=("connect_timeout_s", *_OF_THE_WAY),
     )
-    chosen = {
-        "--engine-port": engine.engine_port,
-        "--grpc-port": frontend.grpc_port,
-        "--http-port": frontend.http_port,
-    }
-    found = ports.settle(engine.host, chosen)
-    engine = replace(engine, engine_port=found["--engine-port"])
+    return asyncio.run(Supervisor(*settled(engine, frontend)).run())
+
+
+def settled(engine: EngineConfig, frontend: FrontendConfig) -> tuple[EngineConfig, FrontendConfig]:
+    """Both as they are started: with free ports, and the engine for this machine alone.
+
+    The engine asks nobody for a key, and certificates and probes are the frontend's.
+    """
+    home = "::1" if ":" in engine.host else "127.0.0.1"
+    chosen = {"--grpc-port": frontend.grpc_port, "--http-port": frontend.http_port}
+    if frontend.health_port is not None or frontend.tls_cert is not None:
+        chosen["--health-port"] = frontend.health_port or 0
+    engine_port = ports.settle(home, {"--engine-port": engine.engine_port})["--engine-port"]
+    found = ports.settle(frontend.host, chosen)
+    engine = replace(
+        engine,
+        host=home,
+        engine_port=engine_port,
+        tls_cert=None,
+        tls_key=None,
+        tls_client_ca=None,
+        health_port=None,
+    )
     frontend = replace(
         frontend,
-        engine=f"{ports.reachable(engine.host)}:{engine.engine_port}",
+        engine=f"{ports.reachable(home)}:{engine_port}",
         grpc_port=found["--grpc-port"],
         http_port=found["--http-port"],
+        health_port=found.get("--health-port"),
         connect_timeout_s=_FOREVER_S,
     )
-    return asyncio.run(Supervisor(engine, frontend).run())
+    return engine, frontend
 
 
 class Supervisor:
@@ -83,6 +101,7 @@ class Supervisor:
     async def _start(self, module: str, config: EngineConfig | FrontendConfig) -> None:
         settings = {f"TIDEMILL_{name.upper()}" for name in options.settings_of(type(config))}
         environ = {name: text for name, text in os.environ.items() if name not in settings}
+        environ |= _secrets(config)
         child = await Child.start(
             module,
             _arguments(config),
@@ -119,7 +138,10 @@ class Supervisor:
             return
         self._screen.stage("frontend")
         host = ports.reachable(self._frontend.host)
-        await _healthy(host.strip("[]"), self._frontend.http_port)
+        if self._frontend.health_port is None:
+            await _healthy(host.strip("[]"), self._frontend.http_port)
+        else:  # whoever speaks TLS may ask for a certificate that we have not
+            await probed(f"{host}:{self._frontend.health_port}", _HEALTH_EVERY_S)
         self._screen.ready(facts, self._frontend, host)
 
     def _signalled(self) -> None:
@@ -136,8 +158,18 @@ def _arguments(config: EngineConfig | FrontendConfig) -> list[str]:
     return [
         options.flag_of(name, value)
         for name, value in values.items()
-        if value != settings[name].default
+        if value != settings[name].default and not isinstance(value, options.Secret)
     ]
+
+
+def _secrets(config: EngineConfig | FrontendConfig) -> dict[str, str]:
+    """Variables for the fields that `_arguments` leaves out."""
+    values = {name: getattr(config, name) for name in options.settings_of(type(config))}
+    return {
+        f"TIDEMILL_{name.upper()}": value
+        for name, value in values.items()
+        if isinstance(value, options.Secret)
+    }
 
 
 async def _healthy(host: str, port: int) -> None:

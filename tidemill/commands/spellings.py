@@ -17,6 +17,8 @@ SPELLINGS: Mapping[str, str] = MappingProxyType(
         "--no-enable-prefix-caching": "--no-prefix-caching",
         "--otlp-traces-endpoint": "--otlp-endpoint",
         "--port": "--http-port",
+        "--ssl-certfile": "--tls-cert",
+        "--ssl-keyfile": "--tls-key",
         "--shutdown-timeout": "--drain-timeout-s",
         "--tp-size": "--tensor-parallel-size",
         "-tp": "--tensor-parallel-size",

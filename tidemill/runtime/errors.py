@@ -2,6 +2,7 @@
 
     ServiceError
       InvalidRequest      the caller's values are wrong; do not retry
+      Unauthenticated     the caller did not say who it is, or not truthfully
       NotFound            no such model, adapter or request
       Overloaded          a queue is full; retry elsewhere or later
       Unsupported         the model, method or build cannot do it; names what
@@ -53,6 +54,11 @@ class InvalidRequest(ServiceError):
     http_type, default_reason = "invalid_request_error", "INVALID_ARGUMENT"
 
 
+class Unauthenticated(ServiceError):
+    grpc_code, http_status = 16, 401
+    http_type, default_reason = "invalid_request_error", "INVALID_API_KEY"
+
+
 class NotFound(ServiceError):
     grpc_code, http_status = 5, 404
     http_type, default_reason = "not_found_error", "NOT_FOUND"
@@ -98,7 +104,7 @@ class InternalError(ServiceError):
 
 _KINDS: tuple[type[ServiceError], ...] = (
     InvalidRequest, NotFound, Overloaded, Unsupported, Unavailable, DeadlineExceeded, Cancelled,
-    FailedPrecondition,
+    FailedPrecondition, Unauthenticated,
 )  # fmt: skip
 
 

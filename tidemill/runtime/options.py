@@ -23,6 +23,10 @@ import yaml
 _SWITCH = MappingProxyType({"true": True, "false": False, "1": True, "0": False})
 
 
+class Secret(str):
+    """Text that is neither shown nor put on a command line, where other users would see it."""
+
+
 class Setting(NamedTuple):
     """One field: its default (MISSING: required), its type, the string under it ('' if none)."""
 
@@ -81,7 +85,8 @@ def parse(
     if missing := [flag_of(n) for n, value in values.items() if value is MISSING]:
         parser.error(f"missing {', '.join(missing)}")
     if said.print_config:
-        print(json.dumps(values, indent=2))
+        shown = {n: "(hidden)" if isinstance(v, Secret) else v for n, v in values.items()}
+        print(json.dumps(shown, indent=2))
         parser.exit()
     return [k(**{n: values[n] for n in names}) for k, names in zip(kinds, own, strict=True)]
 

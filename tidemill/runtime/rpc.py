@@ -20,6 +20,7 @@ from tidemill.runtime.errors import (
     InternalError,
     InvalidRequest,
     ServiceError,
+    Unavailable,
     from_grpc_code,
 )
 
@@ -67,11 +68,17 @@ def channel_options(max_message_bytes: int) -> Options:
     ]
 
 
-def bind(server: grpc.aio.Server, host: str, port: int, *, flag: str) -> int:
-    """Binds and returns the port (0 takes a free one); FailedPrecondition when it is taken."""
+def bind(
+    server: grpc.aio.Server, host: str, port: int, *, flag: str, credentials: Any = None
+) -> int:
+    """Binds and returns the port (0 takes a free one); FailedPrecondition when it is taken.
+
+    Without `credentials` (tidemill.security.server_tls) the port is plaintext.
+    """
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    add = [server.add_secure_port, credentials] if credentials else [server.add_insecure_port]
     try:
-        bound: int = server.add_insecure_port(address)
+        bound: int = add[0](address, *add[1:])
     except RuntimeError as failure:
         raise FailedPrecondition(
             f"cannot listen on {address}: the port is in use or the address is not ours; "
@@ -116,6 +123,14 @@ def to_error(failure: grpc.RpcError) -> ServiceError:
         elif detail.Unpack(retry):
             error.retry_after_ms = retry.retry_delay.ToMilliseconds()
     return error
+
+
+async def ended(stream: Any) -> ServiceError:
+    """What ended a stream that was read to its end; an orderly end is Unavailable too."""
+    code, text = await stream.code(), await stream.details()
+    if code is grpc.StatusCode.OK:
+        return Unavailable("the other side closed the stream")
+    return from_grpc_code(code.value[0])(text or code.name, reason=code.name)
 
 
 @asynccontextmanager

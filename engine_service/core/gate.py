@@ -1,0 +1,61 @@
+"""Who may queue: the bounds of the queue, and whom a full one gives up for somebody else.
+
+It does not know what a request asks for, only whose it is and how long.
+"""
+
+from __future__ import annotations
+
+from engine_service.core.messages import Reject, Submit
+from engine_service.core.params import SchedulerLimits
+from engine_service.core.policy.bounds import Found, QueueBounds, QueueLimits
+from engine_service.core.policy.fair import FairQueue
+from engine_service.core.request import Request
+from tidemill.runtime.errors import Overloaded
+
+_TOKEN_BYTES = 4
+
+
+class Gate:
+    """room_for, note. Single tenants find a plain bounded queue behind it."""
+
+    def __init__(self, limits: SchedulerLimits, waiting: FairQueue) -> None:
+        self._waiting = waiting
+        self._bounds = QueueBounds(
+            QueueLimits(
+                limits.max_queued_requests, limits.max_queued_tokens, limits.max_queue_delay_s
+            )
+        )
+
+    def room_for(self, submit: Submit, num_running: int) -> Request | None:
+        """Raises Overloaded where there is no room. Answers whose place the sequence may have:
+        nearly always nobody's.
+
+        A key that fills the queue gives up its youngest for another key's, or for what is more
+        urgent; else one tenant could lock the others out.
+        """
+        waiting = self._waiting
+        ahead = waiting.num_ahead(submit.priority, submit.fairness_key)
+        found = Found(len(waiting), waiting.num_tokens, ahead, num_running)
+        num_tokens = len(submit.prompt) // _TOKEN_BYTES
+        try:
+            self._bounds.check(found, num_tokens)
+        except Overloaded:
+            given_up = waiting.expendable(submit.priority, submit.fairness_key)
+            if given_up is None:
+                raise
+            num_left = found.num_tokens - len(given_up.committed)
+            without = found._replace(num_waiting=found.num_waiting - 1, num_tokens=num_left)
+            self._bounds.check(without, num_tokens)
+            return given_up
+        return None
+
+    def refusal(self, given_up: Request, num_running: int) -> Reject:
+        """What the one who was given up is told."""
+        waiting = self._waiting
+        found = Found(len(waiting), waiting.num_tokens, 0, num_running)
+        what = f"the queue is full, and {given_up.fairness_key!r} has most requests in it"
+        return Reject(given_up.key, self._bounds.refusal(what, found))
+
+    def note(self, stay_ns: int) -> None:
+        """A request gave its row back for good, so long after it got it."""
+        self._bounds.note(stay_ns)

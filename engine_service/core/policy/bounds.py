@@ -1,0 +1,90 @@
+"""How long the queue may grow, and what a caller is told who finds it full.
+
+A bound by number protects memory; what keeps the time to the first token flat under overload is a
+bound on the time a newcomer would wait, which follows from how long requests stay. It does not know
+requests one by one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tidemill.runtime.errors import Overloaded
+
+_SHARE_OF_NEWEST = 1 / 32
+"""How much one stay counts in the mean: what changes shows within a few dozen requests."""
+_LEAST_RETRY_S, _MOST_RETRY_S, _UNKNOWN_RETRY_S = 0.1, 30.0, 1.0
+
+
+class QueueLimits(NamedTuple):
+    """Requests, their tokens, and seconds; a limit of 0 seconds is none."""
+
+    max_requests: int
+    max_tokens: int
+    max_delay_s: float
+
+
+class Found(NamedTuple):
+    """What a newcomer finds: the whole queue, whom it would wait for, and who runs."""
+
+    num_waiting: int
+    num_tokens: int
+    num_ahead: int
+    num_running: int
+
+
+class QueueBounds:
+    """note, check. Little's law: rows that turn over every `stay` serve num_running / stay requests
+    a second, whether rows, pages or the budget of a step is what they wait for."""
+
+    def __init__(self, limits: QueueLimits) -> None:
+        self.limits = limits
+        self._stay_ns: float | None = None
+
+    def note(self, stay_ns: int) -> None:
+        """A request gave its row back for good, so long after it got it."""
+        if self._stay_ns is None:
+            self._stay_ns = stay_ns
+        self._stay_ns += _SHARE_OF_NEWEST * (stay_ns - self._stay_ns)
+
+    def wait_s(self, num_ahead: int, num_running: int) -> float | None:
+        """How long whoever is behind `num_ahead` requests will wait for a row; None: not known."""
+        if self._stay_ns is None or not num_running:
+            return None
+        return num_ahead * self._stay_ns / num_running / 1e9
+
+    def check(self, found: Found, num_new_tokens: int) -> None:
+        """Raises Overloaded with a time to retry after. An empty queue takes everybody."""
+        limits = self.limits
+        if not found.num_waiting:
+            return
+        if found.num_waiting >= limits.max_requests:
+            raise self.refusal(
+                f"{limits.max_requests} requests are waiting, which is the limit "
+                "(--max-queued-requests)",
+                found,
+            )
+        if found.num_tokens + num_new_tokens > limits.max_tokens:
+            raise self.refusal(
+                f"the waiting requests have {found.num_tokens} tokens; with {num_new_tokens} more "
+                f"they would be over the limit of {limits.max_tokens} (--max-queued-tokens)",
+                found,
+            )
+        wait_s = self.wait_s(found.num_ahead, found.num_running)
+        if limits.max_delay_s and wait_s is not None and wait_s > limits.max_delay_s:
+            raise self.refusal(
+                f"a new request would wait for about {wait_s:.3g} s, and the limit is "
+                f"{limits.max_delay_s:g} s (--max-queue-delay-s)",
+                found,
+                over_s=wait_s - limits.max_delay_s,
+            )
+
+    def refusal(self, what: str, found: Found, *, over_s: float = 0.0) -> Overloaded:
+        """The error with a time after which half of the queue is served: earlier, most callers
+        would be refused again. From 0.1 to 30 s; 1 s while nobody knows how fast it goes."""
+        wait_s = self.wait_s(found.num_waiting, found.num_running)
+        retry_s = _UNKNOWN_RETRY_S if wait_s is None else max(over_s, wait_s / 2)
+        retry_s = min(max(retry_s, _LEAST_RETRY_S), _MOST_RETRY_S)
+        return Overloaded(
+            f"{what}; retry later, or on another engine.", retry_after_ms=round(retry_s * 1000)
+        )

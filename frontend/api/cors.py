@@ -1,0 +1,56 @@
+"""Pages of other origins: Starlette's middleware as the flags ask for it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from frontend.config import FrontendConfig
+from tidemill.runtime.errors import InvalidRequest
+
+_LOG = logging.getLogger("tidemill.frontend.http")
+_READABLE = (
+    "retry-after",
+    "retry-after-ms",
+    "request-id",
+    "x-request-id",
+    *(
+        f"x-ratelimit-{what}-{unit}"
+        for what in ("limit", "remaining", "reset")
+        for unit in ("requests", "tokens")
+    ),
+)
+"""Of an answer's headers, beside those that pages may always read."""
+
+
+def cors_options(config: FrontendConfig) -> dict[str, Any] | None:
+    """Arguments of CORSMiddleware; None: pages of other origins are not served.
+
+    Warns of origins that anybody has. Raises InvalidRequest for any origin with credentials: it
+    would let every page of the web act for whoever looks at it.
+    """
+    origins = _listed(config.cors_origins)
+    if not origins:
+        return None
+    if "*" in origins:
+        if config.cors_credentials:
+            raise InvalidRequest(
+                "cors_credentials needs cors_origins that are named, not *: every page of the web "
+                "could act for whoever looks at it",
+                param="cors_credentials",
+            )
+        _LOG.warning(
+            "--cors-origins *: pages of any origin may call this server from their visitors' "
+            "browsers; name the origins instead"
+        )
+    return {
+        "allow_origins": origins,
+        "allow_methods": _listed(config.cors_methods),
+        "allow_headers": _listed(config.cors_headers),
+        "allow_credentials": config.cors_credentials,
+        "expose_headers": _READABLE,
+    }
+
+
+def _listed(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]

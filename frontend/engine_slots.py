@@ -1,0 +1,121 @@
+"""The requests of one session with an engine: their handles, and whose rows come back.
+
+It does not know connections; messages are translated by engine_convert.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from frontend import engine_convert as convert
+from frontend.call import Call
+from frontend.messages import Sequence as EngineSequence
+from frontend.outbox import Outbox
+from frontend.rounds import Rounds
+from tidemill.runtime.errors import ServiceError
+from tidemill.telemetry.context import TraceContext
+from tidemill.v1 import engine_pb2 as pb
+
+_TOKEN_BYTES = 4
+
+
+class Slots:
+    """Handles from their Submit to their end. What is to be sent waits in `outbox`."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self.outbox: Outbox[pb.SessionRequest] = Outbox()
+        self._owners: dict[int, tuple[Call, int]] = {}
+        self._handles = itertools.count(1)
+        self._rounds = rounds
+        self._is_closed = False
+        self._at_report = 0
+        self.sent_tokens = 0
+        """Of the prompts sent since the last load report."""
+
+    def __len__(self) -> int:
+        """Sequences that the engine still owes something."""
+        return len(self._owners)
+
+    @property
+    def sent(self) -> int:
+        """Sequences sent less those that ended since the last load report."""
+        return len(self._owners) - self._at_report
+
+    def reported(self) -> None:
+        """The engine has said how it is loaded."""
+        self._at_report, self.sent_tokens = len(self._owners), 0
+
+    def open(
+        self,
+        request_id: str,
+        sequences: Sequence[EngineSequence],
+        *,
+        timeout_ms: int | None,
+        trace: TraceContext | None,
+    ) -> Call:
+        """Submits one request; its sequences form one group. Raises Overloaded when the engine
+        does not read."""
+        self.outbox.check_room()
+        handles = [next(self._handles) for _ in sequences]
+        call = Call(handles, release=self._release, stop=self._stop_matched, rounds=self._rounds)
+        for handle, sequence in zip(handles, sequences, strict=True):
+            self._owners[handle] = (call, sequence.index)
+            self.sent_tokens += len(sequence.prompt) // _TOKEN_BYTES
+            submit = pb.Submit(handle=handle, spec=convert.to_spec(sequence))
+            submit.spec.request_id = submit.spec.group = request_id
+            if timeout_ms is not None:
+                submit.spec.timeout_ms = timeout_ms
+            if trace is not None:
+                submit.spec.traceparent, submit.spec.tracestate = trace.traceparent, trace.state
+            self.outbox.put(pb.SessionRequest(submit=submit))
+        return call
+
+    def on_step(self, step: pb.Step) -> None:
+        """Hands the rows of one engine step to their calls. Unknown handles were aborted."""
+        token_ids = convert.unpack_ids(step.token_ids)
+        owners = [self._owners.get(handle) for handle in step.handles]
+        at = 0
+        for owner, count in zip(owners, step.counts, strict=True):
+            if owner is not None and count:
+                owner[0].add_tokens(owner[1], token_ids[at : at + count])
+            at += count
+        for given in step.prompt_logprobs:
+            if (owner := owners[given.row]) is not None:
+                owner[0].add_prompt_logprobs(owner[1], convert.to_logprobs(given.positions))
+        for scored in step.logprobs:
+            if (owner := owners[scored.row]) is not None:
+                owner[0].add_logprobs(owner[1], convert.to_logprobs(scored.positions))
+        for shown in step.canvas:
+            if (owner := owners[shown.row]) is not None:
+                owner[0].show_canvas(owner[1], convert.to_canvas(shown))
+        for ended in step.finished:
+            if (owner := owners[ended.row]) is not None:
+                self._owners.pop(step.handles[ended.row], None)
+                owner[0].finish(owner[1], convert.to_finish(ended.finish))
+
+    def on_failed(self, failed: pb.Failed) -> None:
+        """The request ends, with the other sequences of it."""
+        owner = self._owners.pop(failed.handle, None)
+        if owner is None:
+            return
+        owner[0].close()
+        owner[0].fail(convert.to_error(failed))
+
+    def close(self, error: ServiceError) -> None:
+        """The session is lost: every live request ends with `error`; nothing is resubmitted."""
+        self._is_closed = True
+        owners, self._owners = self._owners, {}
+        for call, _ in owners.values():
+            call.fail(error)
+
+    def _release(self, handles: list[int], abort: bool) -> None:
+        for handle in handles:
+            self._owners.pop(handle, None)
+        if abort and not self._is_closed:
+            gone = pb.AbortHandles(handles=handles)
+            self.outbox.put(pb.SessionRequest(abort=gone))
+
+    def _stop_matched(self, handle: int, num_tokens: int, stop: str) -> None:
+        matched = pb.StopMatched(handle=handle, completion_tokens=num_tokens, stop_string=stop)
+        self.outbox.put(pb.SessionRequest(stop_matched=matched))

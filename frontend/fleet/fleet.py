@@ -1,0 +1,292 @@
+"""The engines behind this frontend as one: who is in, who takes requests, which one gets the next.
+
+It does not know text. Each engine has a session of its own; tokens go from there to their call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from frontend.engine_client import EngineClient
+from frontend.fleet.discovery import Discovery
+from frontend.fleet.member import Member
+from frontend.fleet.prefixes import Prefixes
+from frontend.fleet.routing import POLICIES
+from frontend.fleet.views import RequestView
+from frontend.messages import EngineFacts, Load
+from frontend.rounds import Rounds
+from tidemill.runtime.errors import FailedPrecondition, Overloaded, ServiceError, Unavailable
+from tidemill.security.client_tls import Dialer
+
+_LOG = logging.getLogger("tidemill.frontend.fleet")
+_TICK_S = 0.25
+_STALL_S = 1.0
+"""A tick that comes so late says that this process slept; engines are not blamed for it."""
+_RETRY_AFTER_MS = 1000
+
+Fetch = Callable[[Path], Awaitable[None]]
+LoadModel = Callable[[EngineFacts, Fetch], Awaitable[None]]
+
+
+class Fleet:
+    """Owns the clients of all engines, whose connections `dial` opens. `load_model` is awaited with
+    the facts of an engine before it gets requests, and with what fetches its tokenizer."""
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        *,
+        routing: str,
+        dial: Callable[[str], Dialer],
+        load_model: LoadModel,
+    ) -> None:
+        self._discovery = discovery
+        self._policy = POLICIES[routing]
+        self._dial = dial
+        self._load_model = load_model
+        self._rounds = Rounds()
+        self._members: dict[str, Member] = {}
+        self._changed = asyncio.Event()
+        self._adopting = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing: set[asyncio.Task[None]] = set()
+        self._number = 0
+        self.prefixes = Prefixes() if routing == "prefix_affinity" else None
+
+    def start(self) -> None:
+        """Begins to look for engines and to connect. Call in the running loop, once."""
+        self._tasks = [
+            asyncio.create_task(self._discover(), name="engine-discovery"),
+            asyncio.create_task(self._tick(), name="fleet"),
+        ]
+
+    async def close(self) -> None:
+        """Ends all sessions; live requests fail."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.prefixes is not None:
+            await self.prefixes.close()
+        await asyncio.gather(*(one.client.close() for one in self.members))
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    @property
+    def members(self) -> list[Member]:
+        """All engines, by address."""
+        return [self._members[address] for address in sorted(self._members)]
+
+    @property
+    def state(self) -> str:
+        """ready while one engine takes requests; else draining if one finishes its own, or
+        connecting."""
+        states = {one.state for one in self._members.values()}
+        if states & {"ready", "ejected"}:
+            return "ready"
+        return "draining" if states & {"draining", "leaving"} else "connecting"
+
+    @property
+    def num_open(self) -> int:
+        """Engines with an open session."""
+        return sum(one.client.state != "connecting" for one in self._members.values())
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that engines still owe something."""
+        return sum(one.client.num_slots for one in self._members.values())
+
+    @property
+    def load(self) -> Load:
+        """The last reports of all engines, added up."""
+        return Load.of_all(one.client.load for one in self._members.values())
+
+    @property
+    def last_error(self) -> str:
+        """Why engines take no requests, or the discovery knows none; '' when all do."""
+        troubles = [
+            one.client.trouble for one in self.members if one.state not in ("ready", "leaving")
+        ]
+        if self._discovery.last_error:
+            troubles.append(self._discovery.last_error)
+        if not self._members and not troubles:
+            troubles.append("no engine is known yet")
+        return "; ".join(dict.fromkeys(troubles))
+
+    async def wait_ready(self, timeout_s: float) -> bool:
+        """Whether an engine takes requests, after waiting for one at most this long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.state != "ready":
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def check_ready(self) -> None:
+        """Raises Unavailable when no engine takes requests."""
+        if self.state == "ready":
+            return
+        members = self.members
+        for one in members if len(members) == 1 else ():
+            one.client.check_ready()
+        if self.state == "draining":
+            raise Unavailable(
+                "every engine is draining: they finish running requests and then stop",
+                reason="DRAINING",
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+        raise Unavailable(
+            f"none of {len(members)} engines is up: {self.last_error}; try again shortly",
+            reason="ENGINE_NOT_UP",
+            retry_after_ms=_RETRY_AFTER_MS,
+        )
+
+    def check_room(self) -> None:
+        """Raises Overloaded when every engine's queue is full: whatever came now would be
+        tokenized and sent for nothing."""
+        views = [one.view() for one in self.usable()]
+        if views and all(one.is_full for one in views):
+            waiting, most = sum(v.queued for v in views), sum(v.max_queued for v in views)
+            raise Overloaded(
+                f"{waiting} requests are waiting in {len(views)} engines, the limit is {most} "
+                "(--max-queued-requests of the engine); try again shortly",
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+
+    def pick(
+        self,
+        request: Callable[[int], RequestView],
+        *,
+        but_not: Callable[[Member], bool],
+    ) -> Member:
+        """The engine for a request that may not go to some. `request` gets its number. Raises
+        Unavailable when there is none."""
+        self.check_ready()
+        members = {one.client.address: one for one in self.usable() if not but_not(one)}
+        if not members:
+            raise Unavailable(
+                "no other engine takes this request; try again shortly",
+                reason="ENGINE_NOT_UP",
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+        views = [one.view() for one in members.values()]
+        roomy = [one for one in views if not one.is_full]
+        self._number += 1
+        chosen = self._policy(roomy or views, request(self._number))
+        return members[chosen.address]
+
+    def usable(self) -> list[Member]:
+        """Those that are ready; where all of them are ejected, ejected ones too."""
+        by_state = {
+            state: [one for one in self._members.values() if one.state == state]
+            for state in ("ready", "ejected")
+        }
+        return by_state["ready"] or by_state["ejected"]
+
+    async def _discover(self) -> None:
+        try:
+            async for addresses in self._discovery.watch():
+                self.take(addresses)
+        except ServiceError as failure:
+            self._discovery.last_error = failure.message
+            _LOG.error("engines cannot be found: %s", failure.message)
+
+    def take(self, addresses: frozenset[str]) -> None:
+        """New addresses join; those that are gone leave when they have finished."""
+        for address in addresses - self._members.keys():
+            client = EngineClient(
+                self._dial(address),
+                rounds=self._rounds,
+                on_connected=self._adopt,
+                on_change=self._on_change,
+            )
+            self._members[address] = Member(client)
+            client.start()
+            _LOG.info("an engine joins", extra={"engine": address})
+        for address, one in self._members.items():
+            is_leaving = address not in addresses
+            if is_leaving and not one.is_leaving:
+                _LOG.info("an engine leaves", extra={"engine": address})
+            one.is_leaving = is_leaving
+        self._tell()
+
+    async def _adopt(self, client: EngineClient, facts: EngineFacts) -> None:
+        """An engine that has answered. Raises FailedPrecondition when it is not one of us."""
+        async with self._adopting:
+            others = [one.client for one in self.members if one.client is not client]
+            known = [(one.address, one.facts) for one in others if one.facts is not None]
+            for address, theirs in known:
+                _check_same(facts, theirs, address)
+            narrow = [facts, *(theirs for _, theirs in known)]
+            common = replace(
+                facts,
+                max_model_len=min(one.max_model_len for one in narrow),
+                max_logprobs=min(one.max_logprobs for one in narrow),
+            )
+            await self._load_model(common, client.fetch_tokenizer)
+            client.facts = facts
+
+    def _on_change(self, client: EngineClient, is_open: bool) -> None:
+        member = self._members.get(client.address)
+        if member is None:
+            return
+        if not is_open and not client.is_draining:
+            member.outlier.lost(asyncio.get_running_loop().time())
+        if self.prefixes is not None:
+            if is_open and client.channel is not None:
+                self.prefixes.follow(client.address, client.instance_id, client.channel)
+            else:
+                self.prefixes.pause(client.address)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _tick(self) -> None:
+        """Lets leaving engines go, and wakes who waits for an engine that is silent or ejected."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            before = clock()
+            await asyncio.sleep(_TICK_S)
+            slept = clock() - before - _TICK_S
+            for one in self.members:
+                if slept > _STALL_S:
+                    one.client.excuse(slept)
+                if one.is_leaving and one.is_idle:
+                    self._let_go(one)
+            self._tell()
+
+    def _let_go(self, member: Member) -> None:
+        address = member.client.address
+        del self._members[address]
+        if self.prefixes is not None:
+            self.prefixes.forget(address)
+        closing = asyncio.create_task(member.client.close(), name=f"closing {address}")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    def told(self) -> list[dict[str, Any]]:
+        """What /health shows of every engine."""
+        return [one.told() for one in self.members]
+
+
+def _check_same(facts: EngineFacts, theirs: EngineFacts, address: str) -> None:
+    if facts.instance_id == theirs.instance_id:
+        raise FailedPrecondition(
+            f"it is the same engine as {address} under another address", reason="SAME_ENGINE"
+        )
+    for what, ours, other in (
+        ("model", facts.model_id, theirs.model_id),
+        ("tokenizer", facts.tokenizer_sha256, theirs.tokenizer_sha256),
+    ):
+        if ours != other:
+            raise FailedPrecondition(
+                f"its {what} is {ours!r}, and that of {address} is {other!r}; engines behind one "
+                "frontend serve the same model",
+                reason="OTHER_MODEL",
+            )

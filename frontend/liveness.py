@@ -1,0 +1,49 @@
+"""Whether an engine behind an open session still lives. It does not know the session.
+
+Load reports are its heartbeat, at least every two seconds; they say too how long the engine's core
+has been silent although it has work.
+"""
+
+from __future__ import annotations
+
+SILENCE_S = 10.0
+"""Five missed reports mean that the engine is gone."""
+_DOUBT_S = 5.0
+"""With two missed ones it gets no new work: what would wait for its first token is still here."""
+_STUCK_S = 6.0
+"""A core that has work and says nothing for so long gets no new work either."""
+_GIVE_UP_S = 30.0
+"""What a stuck core has is given up. A long step may take as long as that, on a slow machine."""
+
+
+class Liveness:
+    """Of one session. Times are seconds of the event loop's clock."""
+
+    def __init__(self, now: float) -> None:
+        self._heard = now
+        self._core_silence_s = 0.0
+
+    def heard(self, now: float) -> None:
+        """A frame has come."""
+        self._heard = now
+
+    def reported(self, core_silence_s: float) -> None:
+        """A load report has come."""
+        self._core_silence_s = core_silence_s
+
+    def excuse(self, seconds: float) -> None:
+        """It was this process that slept."""
+        self._heard += seconds
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether the core has been stuck for too long for its requests to wait on."""
+        return self._core_silence_s > _GIVE_UP_S
+
+    def doubt(self, now: float) -> str:
+        """Who says nothing although it should; '' when all is well."""
+        if now - self._heard > _DOUBT_S:
+            return f"no sign of life for {now - self._heard:.1f} s"
+        if self._core_silence_s > _STUCK_S:
+            return f"its core has work and has said nothing for {self._core_silence_s:.1f} s"
+        return ""

@@ -1,0 +1,129 @@
+"""How a client makes sure of its server, and shows itself: channels over TLS and mTLS.
+
+It does not know what is called.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from tidemill.runtime.errors import FailedPrecondition
+from tidemill.security.watched import Watched
+
+Options = Sequence[tuple[str, int | str]]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTls:
+    """Paths of PEM files. Without `ca` the server's certificate is checked against gRPC's own
+    list of public CAs; `cert` and `key` are what a server with mTLS asks for."""
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    name: str | None = None
+    """The name in the server's certificate, where it differs from the address."""
+
+    @property
+    def paths(self) -> list[str]:
+        """The files that are read."""
+        return [path for path in (self.ca, self.cert, self.key) if path is not None]
+
+    def options(self) -> list[tuple[str, int | str]]:
+        """Of the channel."""
+        return [] if self.name is None else [("grpc.ssl_target_name_override", self.name)]
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """From the files as they are now. Raises FailedPrecondition naming what is wrong."""
+        try:
+            self._check()
+            ca, cert, key = (
+                None if path is None else Path(path).read_bytes()
+                for path in (self.ca, self.cert, self.key)
+            )
+        except (OSError, ValueError) as failure:
+            raise FailedPrecondition(
+                f"cannot use the certificates {', '.join(self.paths)}: {failure}; give PEM files: "
+                "the server's CA, and for mTLS the client's certificate and its key",
+                reason="TLS_FILES",
+            ) from failure
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+    def _check(self) -> None:
+        """gRPC takes whatever bytes there are, and says nothing but that no connection comes."""
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("a client certificate and its key go together")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        if self.ca is not None:
+            context.load_verify_locations(self.ca)
+        if self.cert is not None:
+            context.load_cert_chain(self.cert, self.key, password=_no_passphrase)
+
+
+def client_tls(
+    ca: str | None, cert: str | None, key: str | None, name: str | None
+) -> ClientTls | None:
+    """What the flags of a service ask for; without a CA the other side is plaintext."""
+    if ca is not None:
+        return ClientTls(ca, cert, key, name)
+    if (cert, key, name) != (None, None, None):
+        raise FailedPrecondition(
+            "--engine-tls-cert, --engine-tls-key and --engine-tls-name need --engine-tls-ca, the "
+            "CA of the engine's certificate",
+            reason="TLS_FILES",
+            param="engine_tls_ca",
+        )
+    return None
+
+
+def open_channel(address: str, options: Options, tls: ClientTls | None) -> grpc.aio.Channel:
+    """A channel for asyncio."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, tls.credentials(), [*options, *tls.options()])
+
+
+def open_blocking_channel(address: str, options: Options, tls: ClientTls | None) -> grpc.Channel:
+    """A channel for threads."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, tls.credentials(), [*options, *tls.options()])
+
+
+class Dialer:
+    """Opens channels to one address, with the certificates that are there at the time."""
+
+    def __init__(self, address: str, options: Options, tls: ClientTls | None) -> None:
+        """Raises FailedPrecondition for files that do not serve."""
+        self.address = address
+        self._options = list(options)
+        self._tls = tls
+        self._files = None if tls is None else Watched(tls.paths, tls.credentials)
+        self._shown = None if self._files is None else self._files.current()
+
+    def open(self) -> grpc.aio.Channel:
+        """A new channel. Call in the running loop."""
+        if self._tls is None or self._files is None:
+            return open_channel(self.address, self._options, None)
+        self._shown = self._files.current()
+        options = [*self._options, *self._tls.options()]
+        return grpc.aio.secure_channel(self.address, self._shown, options)
+
+    async def fresh(self, channel: grpc.aio.Channel | None) -> grpc.aio.Channel:
+        """`channel`, or a new one where the certificates have changed since it was opened: gRPC
+        would go on with the old ones for as long as a channel lives."""
+        is_stale = self._files is not None and self._files.current() is not self._shown
+        if channel is not None and not is_stale:
+            return channel
+        if channel is not None:
+            await channel.close()
+        return self.open()
+
+
+def _no_passphrase() -> str:
+    raise ValueError("the key has a passphrase")
