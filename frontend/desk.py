@@ -78,7 +78,7 @@ class FrontDesk:
 
     @property
     def state(self) -> str:
-        """starting, ready, stalled or draining."""
+        """starting (no engine takes requests), ready or draining."""
         if self.is_draining or self.engine.state == "draining":
             return "draining"
         state = self.engine.state

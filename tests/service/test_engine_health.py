@@ -86,7 +86,11 @@ async def test_a_frontend_is_not_ready_while_its_engine_is_stalled(tmp_path: Pat
         await until(lambda: frontend.desk.engine.state == "ready")
         os.kill(server._rank.pid, signal.SIGSTOP)
         try:
-            await until(lambda: frontend.desk.engine.state == "stalled")
+            await until(lambda: frontend.desk.engine.state != "ready")
+            assert frontend.desk.state == "starting"
+            async with http_client(f"http://127.0.0.1:{frontend.http_port}") as http:
+                assert (await http.get("/health/ready")).status_code == 503
+                assert (await http.get("/health")).json()["status"] == "unhealthy"
         finally:
             os.kill(server._rank.pid, signal.SIGCONT)
         await until(lambda: frontend.desk.engine.state == "ready")
