@@ -87,7 +87,7 @@ async def test_a_frontend_is_not_ready_while_its_engine_is_stalled(tmp_path: Pat
         os.kill(server._rank.pid, signal.SIGSTOP)
         try:
             await until(lambda: frontend.desk.engine.state != "ready")
-            assert frontend.desk.state == "starting"
+            assert frontend.desk.state == "stalled"
             async with http_client(f"http://127.0.0.1:{frontend.http_port}") as http:
                 assert (await http.get("/health/ready")).status_code == 503
                 assert (await http.get("/health")).json()["status"] == "unhealthy"
