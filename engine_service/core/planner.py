@@ -44,7 +44,7 @@ class Planner:
         """A row found no page: nothing is launched until preemption is possible again."""
         self.paused: PauseMode | None = None
         self.num_servable = limits.max_rows
-        """Rows that requests can hold at once, as the last plan found: all, or as many as had pages."""
+        """Rows that requests can hold at once: all, or as many as the last plan had pages for."""
         self._foresees = False
         """Enough rows decide for the plan that is being made to look beyond decisions."""
 

@@ -33,6 +33,10 @@ def flushed(num_pages: int) -> pb.FlushCacheResponse:
     return pb.FlushCacheResponse(pages_flushed=num_pages)
 
 
+def traced() -> pb.SetTraceLevelResponse:
+    return pb.SetTraceLevelResponse()
+
+
 def profile_files(files: list[str]) -> pb.StopProfileResponse:
     return pb.StopProfileResponse(files=files)
 

@@ -30,7 +30,6 @@ class AdminServicer(engine_pb2_grpc.AdminServiceServicer):
     LoadAdapter = _unserved("LoadAdapter", "adapters: it has no LoRA layers yet")
     UnloadAdapter = _unserved("UnloadAdapter", "adapters: it has no LoRA layers yet")
     ListAdapters = _unserved("ListAdapters", "adapters: it has no LoRA layers yet")
-    SetTraceLevel = _unserved("SetTraceLevel", "levels of tracing that change while it runs")
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
@@ -71,6 +70,12 @@ class AdminServicer(engine_pb2_grpc.AdminServiceServicer):
             await self._desk.core.asks.ask(Resume())
             self._desk.board.pause(False)
             return convert.resumed()
+
+    async def SetTraceLevel(self, request: Any, context: Any) -> Any:
+        """From the next request and step on; INVALID_ARGUMENT for a level that does not exist."""
+        async with answering(context):
+            self._desk.observer.set_trace_level(request.level)
+            return convert.traced()
 
     async def StartProfile(self, request: Any, context: Any) -> Any:
         async with answering(context):

@@ -102,8 +102,9 @@ def _add_server_routes(router: APIRouter, desk: FrontDesk) -> None:
     @router.get("/v2/health/ready")
     async def ready() -> Response:
         """200 while requests are taken."""
-        is_ready = desk.state == "ready"
-        return JsonResponse({"ready": is_ready}, status_code=200 if is_ready else 503)
+        if desk.state == "ready":
+            return JsonResponse({"ready": True})
+        return JsonResponse({"ready": False}, status_code=503, headers={"retry-after": "1"})
 
 
 def metadata(name: str) -> dict[str, Any]:

@@ -198,3 +198,13 @@ async def test_a_profile_is_a_chrome_trace(tmp_path: Path) -> None:
         with gzip.open(files[0]) as trace:
             names = {event.get("name") for event in json.load(trace)["traceEvents"]}
         assert any("mm" in str(name) for name in names), "no matrix product in the trace"
+
+
+async def test_the_trace_level_is_set_and_checked(tmp_path: Path) -> None:
+    async with operated(tmp_path) as (server, operator, _):
+        await operator.SetTraceLevel(pb.SetTraceLevelRequest(level=3))
+        assert server.desk.observer.trace_level == 3
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await operator.SetTraceLevel(pb.SetTraceLevelRequest(level=4))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert server.desk.observer.trace_level == 3

@@ -114,7 +114,11 @@ def test_a_burst_on_free_rows_waits_for_prompts_alone() -> None:
         desk.submit(key, 3, 10)  # half of them before a step, half behind it
         if key == 14:
             desk.step()
-    with pytest.raises(Overloaded, match="--max-queue-delay-s"):
-        for key in range(21, 60):
+    refused = 0
+    for key in range(21, 60):
+        try:
             desk.submit(key, 3, 10)
+        except Overloaded:
+            refused += 1
+    assert refused, "whoever comes behind them waits for a row"
     desk.run()

@@ -1,0 +1,59 @@
+"""While no engine is up, every route that needs one says so: 503 and when to come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.service.frontends import frontend_for
+from tests.waiting import free_port, http_client
+
+TEXT: dict[str, Any] = {"prompt": "a"}
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": TEXT,
+    "/v1/messages": CHAT | {"max_tokens": 1, "model": "x"},
+    "/v1/messages/count_tokens": CHAT | {"model": "x"},
+    "/v1/responses": {"input": "a"},
+    "/v1/responses/input_tokens": {"input": "a"},
+    "/v1/embeddings": {"input": "a"},
+    "/v1/generate": TEXT,
+    "/v1/generate_batch": {"prompts": ["a"]},
+    "/rerank": {"query": "a", "documents": ["b"]},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v2/rerank": {"query": "a", "documents": ["b"]},
+    "/score": {"text_1": "a", "text_2": "b"},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/classify": {"input": "a"},
+    "/v1/classify": {"input": "a"},
+    "/tokenize": TEXT,
+    "/detokenize": {"tokens": [1]},
+}
+WITHOUT_ENGINE = {
+    "/", "/metrics", "/version", "/health/live", "/v2/health/live", "/v2", "/docs", "/redoc",
+    "/openapi.json", "/docs/oauth2-redirect", "/ui/model", "/ui/pieces",
+}  # fmt: skip
+"""They tell what the frontend knows by itself, or are pages and their files."""
+
+
+async def test_503_with_retry_after_on_all_routes() -> None:
+    async with (
+        frontend_for(free_port()) as frontend,
+        http_client(f"http://127.0.0.1:{frontend.http_port}") as http,
+    ):
+        told: dict[str, list[str]] = {"post": [], "get": []}
+        for path, methods in (await http.get("/openapi.json")).json()["paths"].items():
+            if "{" not in path and path not in WITHOUT_ENGINE:
+                for verb in told:
+                    told[verb] += [path] * (verb in methods)
+        assert set(told["post"]) == set(ASKED), "a route is not asked here"
+        assert {"/v1/models", "/health", "/health/ready", "/v1/health"} <= set(told["get"])
+        for path, body in ASKED.items():
+            answer = await http.post(path, json=body)
+            assert (answer.status_code, answer.headers.get("retry-after")) == (503, "1"), path
+        for path in told["get"]:
+            answer = await http.get(path)
+            assert (answer.status_code, answer.headers.get("retry-after")) == (503, "1"), path
+        assert (await http.get("/v1/models/x")).status_code == 503
+        for path in ("/metrics", "/health/live", "/version"):
+            assert (await http.get(path)).status_code == 200, path
