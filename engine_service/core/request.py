@@ -115,14 +115,21 @@ class Request:
             self.pauses = (*self.pauses, (self.paused_ns, now_ns))[:MAX_PAUSES]
             self.paused_ns = None
 
-    def mark(self, now_ns: int, span: Span, num_run: int, was_canvas: bool) -> None:
-        """Takes down that a chunk of the prompt, or a block, is done."""
-        is_block = was_canvas and num_run > 0
-        if self.marks is None or not (is_block or span.start < self.prompt_len):
+    def mark(self, now_ns: int, span: Span, num_run: int, denoises: bool) -> None:
+        """Takes down that a chunk of the prompt, or a block, is done: by the last `num_run` tokens,
+        after which another block is begun, or nothing is left to do."""
+        marks, stop, size = self.marks, len(self.committed), self.strategy.mask_block
+        is_full = stop // size > (stop - num_run) // size or not self.canvas.token_ids
+        is_block = denoises and num_run > 0 and is_full
+        is_chunk = span.decide_stop == span.decide_start or self.strategy.append_only
+        if marks is None or not (is_block or (is_chunk and span.start < self.prompt_len)):
             return
-        if sum(mark.is_block is is_block for mark in self.marks) < MAX_MARKS:
-            num_tokens = num_run if is_block else span.stop - span.start
-            self.marks.append(Mark(now_ns, is_block, num_tokens, self.denoise_steps))
+        before = [mark.num_tokens for mark in marks if mark.is_block is is_block]
+        if len(before) < MAX_MARKS:
+            num_tokens = span.stop - span.start
+            if is_block:
+                num_tokens = stop - self.prompt_len - sum(before)
+            marks.append(Mark(now_ns, is_block, num_tokens, self.denoise_steps))
 
     def look_ahead(self) -> None:
         """Finds `smooth_until` anew, whenever one of its bounds has moved."""

@@ -20,6 +20,7 @@ from engine_service.server.launch import EngineServer
 from engine_service.server.rank_process import RANK_MODULE
 from engine_service.server.state import EngineState
 from engine_service.simulated import SimulatedExecutor, first_token_seed
+from tests.otlp import collecting
 from tests.service.engine_fixtures import (
     config,
     pack,
@@ -30,7 +31,7 @@ from tests.service.engine_fixtures import (
     unpack,
     until_late,
 )
-from tests.unit.test_telemetry import HEADER, collecting
+from tests.unit.test_telemetry import HEADER
 from tests.waiting import PATIENCE_S, until
 from tidemill.runtime.rpc import to_error
 from tidemill.v1 import engine_pb2 as pb
@@ -58,8 +59,10 @@ MODEL = {
 
 
 @asynccontextmanager
-async def real_engine(folder: Path, **values: Any) -> AsyncIterator[EngineServer]:
-    (folder / "config.json").write_text(json.dumps(MODEL))
+async def real_engine(
+    folder: Path, *, config_json: dict[str, Any] = MODEL, **values: Any
+) -> AsyncIterator[EngineServer]:
+    (folder / "config.json").write_text(json.dumps(config_json))
     chosen = {"model": str(folder), "max_rows": 4, "load_format": "dummy", **values}
     server = await EngineServer.start(config(**chosen), rank_module=RANK_MODULE)
     try:

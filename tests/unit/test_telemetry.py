@@ -4,47 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
-import grpc
 import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as collector_pb
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as collector_grpc
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
+from tests.otlp import collecting, values_of
+from tidemill.runtime.errors import InvalidRequest
+from tidemill.telemetry import semconv
 from tidemill.telemetry.context import TraceContext, parse
 from tidemill.telemetry.tracer import Tracer
 
 HEADER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-class Collector(collector_grpc.TraceServiceServicer):
-    def __init__(self) -> None:
-        self.spans: list = []
-        self.arrived = threading.Event()
-
-    def Export(self, request, context):  # type: ignore[no-untyped-def]
-        for resource in request.resource_spans:
-            for scope in resource.scope_spans:
-                self.spans += scope.spans
-        self.arrived.set()
-        return collector_pb.ExportTraceServiceResponse()
-
-
-@contextmanager
-def collecting() -> Iterator[tuple[Collector, str]]:
-    server = grpc.server(ThreadPoolExecutor(2))
-    collector = Collector()
-    collector_grpc.add_TraceServiceServicer_to_server(collector, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        yield collector, f"http://127.0.0.1:{port}"
-    finally:
-        server.stop(None).wait()
 
 
 def test_parse_and_print() -> None:
@@ -121,3 +92,113 @@ def test_a_missing_collector_delays_neither_start_nor_stop_for_long() -> None:
     assert time.monotonic() - began < 3
     tracer.stop()
     assert time.monotonic() - began < 8
+
+
+def test_a_collector_that_never_answers_delays_neither_spans_nor_the_end_for_long() -> None:
+    with collecting(answers=False) as (collector, endpoint):
+        tracer = Tracer("test", endpoint)
+        began = time.monotonic()
+        for _ in range(5000):  # more than the queue holds: the rest is dropped
+            tracer.start("work", None).end()
+        assert time.monotonic() - began < 3
+        tracer.stop()
+        assert time.monotonic() - began < 12
+        assert collector.num_calls > 0
+
+
+def test_an_exporter_on_the_callers_thread_would_be_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The negative control of the one above."""
+    monkeypatch.setattr("opentelemetry.sdk.trace.export.BatchSpanProcessor", SimpleSpanProcessor)
+    with collecting(answers=False) as (_, endpoint):
+        tracer = Tracer("test", endpoint)
+        began = time.monotonic()
+        for _ in range(2):
+            tracer.start("work", None).end()
+        assert time.monotonic() - began > 3
+
+
+def test_a_share_of_new_traces_is_recorded_and_callers_decide_about_theirs() -> None:
+    with collecting() as (collector, endpoint):
+        tracer = Tracer("test", endpoint, sample_ratio=0.25)
+        roots = [tracer.start("root", None) for _ in range(1000)]
+        for root in roots:
+            root.child("part").end()
+            root.end()
+        for _ in range(20):
+            tracer.start("sampled", parse(HEADER)).end()
+            tracer.start("unsampled", parse(HEADER[:-1] + "0")).end()
+        tracer.stop()
+    num_recorded = sum(root.recording for root in roots)
+    assert 150 < num_recorded < 350
+    for root in roots:
+        assert root.context is not None
+        assert root.context.sampled is root.recording
+        assert parse(root.context.traceparent) == root.context
+    names = [span.name for span in collector.spans]
+    assert names.count("root") == names.count("part") == num_recorded
+    assert (names.count("sampled"), names.count("unsampled")) == (20, 0)
+    for wrong in (-0.1, 1.1):
+        with pytest.raises(InvalidRequest, match="within 0 and 1"):
+            Tracer("test", None, sample_ratio=wrong)
+
+
+def test_a_set_clock_neither_stretches_spans_nor_moves_children(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, ahead = time.time_ns, [0]
+    monkeypatch.setattr(time, "time_ns", lambda: real() + ahead[0])
+    hour = 3600 * 10**9
+    with collecting() as (collector, endpoint):
+        tracer = Tracer("test", endpoint)
+        span = tracer.start("work", None)
+        ahead[0] = hour
+        span.child("part").end()
+        span.end()
+        tracer.start("later", None).end()
+        tracer.stop()
+    part, work, later = collector.spans
+    assert work.start_time_unix_nano <= part.start_time_unix_nano
+    assert part.end_time_unix_nano <= work.end_time_unix_nano
+    assert work.end_time_unix_nano - work.start_time_unix_nano < hour / 60
+    assert later.start_time_unix_nano - work.start_time_unix_nano > hour / 2
+
+
+def test_links_are_bounded_and_lead_to_members() -> None:
+    with collecting() as (collector, endpoint):
+        tracer = Tracer("test", endpoint)
+        members = [TraceContext(1 + i, 2 + i, True) for i in range(200)]
+        tracer.start_linked("step", members, start_ns=time.monotonic_ns()).end()
+        tracer.stop()
+    (step,) = collector.spans
+    assert len(step.links) == 128
+    assert int(step.links[7].trace_id.hex(), 16) == 8
+    assert int(step.links[7].span_id.hex(), 16) == 9
+    assert step.parent_span_id == b""
+    assert collector.schemas == {semconv.SCHEMA_URL}
+
+
+def test_old_names_stand_beside_the_new_ones_for_those_who_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rpc: semconv.Attributes = {
+        semconv.RPC_METHOD: "a.B/C",
+        semconv.RPC_STATUS: "DEADLINE_EXCEEDED",
+    }
+    for opt_in, wanted in (
+        ("", None),
+        ("rpc", None),
+        ("http/dup", None),
+        ("gen_ai_latest_experimental, rpc/dup", 4),
+    ):
+        monkeypatch.setenv(semconv.OPT_IN, opt_in)
+        with collecting() as (collector, endpoint):
+            tracer = Tracer("test", endpoint)
+            tracer.start("work", None).end(attributes=rpc)
+            tracer.stop()
+        (span,) = collector.spans
+        found = values_of(span)
+        assert found[semconv.RPC_METHOD] == "a.B/C"
+        assert found.get("rpc.grpc.status_code") == wanted
+        assert ("rpc.service" in found) is (wanted is not None)
