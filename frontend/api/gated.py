@@ -9,20 +9,15 @@ from dataclasses import replace
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from frontend.api.http import error_response
+from frontend.api.http import HEALTH, METRICS, error_response
 from frontend.api.page import PUBLIC_PATHS
 from frontend.config import FrontendConfig
 from frontend.gate import Gate, RateLimited
 from frontend.request import Ingress
 from tidemill.runtime.errors import ServiceError, Unauthenticated
 
-_HEALTH = frozenset(
-    {
-        "/health", "/health/live", "/health/ready", "/v1/health", "/v2/health/live",
-        "/v2/health/ready",
-    }
-)  # fmt: skip
-_METRICS = "/metrics"
+STRANGER = "is_stranger"
+"""Of the state of a request that needs no key: whether it showed none that is known."""
 
 
 class GateMiddleware:
@@ -31,18 +26,21 @@ class GateMiddleware:
     def __init__(self, app: ASGIApp, gate: Gate, config: FrontendConfig) -> None:
         self._app = app
         self._gate = gate
-        self._open = _HEALTH | PUBLIC_PATHS | ({_METRICS} if config.public_metrics else set())
+        self._open = HEALTH | PUBLIC_PATHS | ({METRICS} if config.public_metrics else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._open:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         ingress: Ingress = scope["state"]["ingress"]
         headers = Headers(scope=scope)
+        shown = headers.get("authorization", ""), headers.get("x-api-key", "")
+        if scope["path"] in self._open:
+            scope["state"][STRANGER] = not self._gate.knows(*shown)
+            await self._app(scope, receive, send)
+            return
         try:
-            admitted = self._gate.admit(
-                ingress.client, headers.get("authorization", ""), headers.get("x-api-key", "")
-            )
+            admitted = self._gate.admit(ingress.client, *shown)
         except ServiceError as refused:
             response = error_response(refused, scope["path"])
             if isinstance(refused, RateLimited):

@@ -21,6 +21,9 @@ from tidemill.security.addresses import peer_address
 
 _LOG = logging.getLogger("tidemill.frontend.grpc")
 _HEALTH = "/grpc.health.v1.Health/"
+_OIP = "/inference.GRPCInferenceService/"
+_OPEN = frozenset({f"{_OIP}ServerLive", f"{_OIP}ServerReady"})
+"""Yes or no, for probes."""
 _ADMITTED: ContextVar[Admitted | None] = ContextVar("admitted", default=None)
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
@@ -43,10 +46,11 @@ class GateInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
-        if handler is None or details.method.startswith(_HEALTH):
+        method = details.method
+        if handler is None or method.startswith(_HEALTH) or method in _OPEN:
             return handler
         kind = next(kind for kind in _KINDS if getattr(handler, kind) is not None)
-        return handler._replace(**{kind: self._gated(getattr(handler, kind), details.method)})
+        return handler._replace(**{kind: self._gated(getattr(handler, kind), method)})
 
     def _gated(
         self, behaviour: Callable[[Any, Any], Any], method: str

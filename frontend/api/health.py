@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from frontend.api.gated import STRANGER
 from frontend.api.http import JsonResponse
 from frontend.desk import FrontDesk
 from tidemill import __version__
@@ -22,11 +23,13 @@ def health_routes(desk: FrontDesk) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
-    async def health() -> Response:
-        """Everything a person wants to know; 503 when it is unhealthy."""
+    async def health(request: Request) -> Response:
+        """Everything a person wants to know, if that person has a key; 503 when it is unhealthy."""
         found = _health(desk)
         is_bad = found["status"] == "unhealthy"
         headers = {"retry-after": "1"} if is_bad else {}
+        if getattr(request.state, STRANGER, False):
+            found = {"status": found["status"]}
         return JsonResponse(found, status_code=503 if is_bad else 200, headers=headers)
 
     @router.get("/health/ready")

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from frontend.api.envelopes import error_body, is_anthropic
+from frontend.api.safe_headers import safe_headers, with_safe
 from frontend.desk import FrontDesk
 from frontend.gate import Gate
 from frontend.request import Ingress
@@ -31,16 +32,17 @@ from tidemill.telemetry.tracer import Span
 _LOG = logging.getLogger("tidemill.frontend.http")
 SEND_PIECE = "send_piece"
 """Of a request's state: how the pieces of a body are sent once its head is out."""
-_SAFE = (
-    (b"x-content-type-options", b"nosniff"),
-    (b"x-frame-options", b"DENY"),
-    (b"x-xss-protection", b"0"),
-    (b"referrer-policy", b"no-referrer"),
+HEALTH = frozenset(
+    {
+        "/health",
+        "/health/live",
+        "/health/ready",
+        "/v1/health",
+        "/v2/health/live",
+        "/v2/health/ready",
+    }
 )
-"""For browsers. The filter that x-xss-protection turns off was itself a way to attack pages."""
-_ONLY_TLS = (b"strict-transport-security", b"max-age=31536000")
-_NOTHING = (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'")
-_PROBES = frozenset({"/health", "/health/live", "/health/ready", "/v1/health", "/metrics"})
+METRICS = "/metrics"
 _MAX_ID_CHARS = 128
 _MAX_TIMEOUT_DIGITS = 15
 _MAX_SESSION_CHARS = 256
@@ -81,7 +83,7 @@ class IngressMiddleware:
         self._app = app
         self._desk = desk
         self._gate = gate
-        self._safe = [*_SAFE, *([_ONLY_TLS] if desk.config.tls_cert else [])]
+        self._safe = safe_headers(is_tls=desk.config.tls_cert is not None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -101,7 +103,7 @@ class IngressMiddleware:
                 status = message["status"]
                 names = (b"x-request-id", *([b"request-id"] if is_anthropic(path) else []))
                 ids = [(name, request_id.encode()) for name in names]
-                message["headers"] = _with_safe([*message["headers"], *ids], self._safe)
+                message["headers"] = with_safe([*message["headers"], *ids], self._safe)
             await send(message)
 
         try:
@@ -143,7 +145,7 @@ class IngressMiddleware:
         were refused, and all others but probes."""
         path = request.scope["path"]
         has_line = status < 400 and request.method == "POST" and path.startswith("/v1/")
-        is_probe = path in _PROBES and status != 500
+        is_probe = (path in HEALTH or path == METRICS) and status != 500
         level = logging.DEBUG if has_line or is_probe else logging.INFO
         if not _LOG.isEnabledFor(level):
             return
@@ -195,21 +197,6 @@ class IngressMiddleware:
             asked=request.scope["path"],
             client=client,
         )
-
-
-def _with_safe(
-    headers: list[tuple[bytes, bytes]], safe: list[tuple[bytes, bytes]]
-) -> list[tuple[bytes, bytes]]:
-    """Pages keep the headers that they chose themselves; anything else may do nothing at all."""
-    chosen = {name for name, _ in headers}
-    if b"content-security-policy" not in chosen and not _is_html(headers):
-        headers.append(_NOTHING)
-    headers += [pair for pair in safe if pair[0] not in chosen]
-    return headers
-
-
-def _is_html(headers: list[tuple[bytes, bytes]]) -> bool:
-    return any(name == b"content-type" and text.startswith(b"text/html") for name, text in headers)
 
 
 def error_response(error: ServiceError, path: str) -> Response:

@@ -30,6 +30,7 @@ WAIT = CallOptions(timeout_s=PATIENCE_S)
 SOME = SamplingParams(max_tokens=4)
 PROMPT = "whom nobody else may see"
 OPEN = {"/", "/health", "/health/live", "/health/ready", "/v1/health"}
+OPEN |= {"/v2/health/live", "/v2/health/ready"}
 
 
 def written(folder: Path, *made: NewKey) -> str:
@@ -73,6 +74,21 @@ async def test_metrics_are_public_where_the_operator_says_so(tmp_path: Path) -> 
     ):
         assert (await client.get("/metrics")).status_code == 200
         assert (await client.get("/version")).status_code == 401
+
+
+async def test_health_tells_strangers_a_word_and_nothing_else(tmp_path: Path) -> None:
+    """Addresses of engines, errors and load are for those who have a key."""
+    made = new_key("alice")
+    async with (
+        stack(tmp_path, api_keys_file=written(tmp_path, made)) as served,
+        served.http() as client,
+    ):
+        for shown in ({}, bearer("tm-wrong")):
+            assert (await client.get("/health", headers=shown)).json().keys() == {"status"}
+        known = (await client.get("/health", headers=bearer(made.key))).json()
+        assert known["engine"]["address"]
+    async with stack(tmp_path / "open") as served, served.http() as client:
+        assert (await client.get("/health")).json()["engine"]["address"]
 
 
 async def test_client_libraries_know_what_a_refused_key_is(tmp_path: Path) -> None:
