@@ -30,7 +30,7 @@ every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
 
 def test_the_overlays() -> None:
-    names = {"single-node", "demo", "tensor-parallel", *WANTED}
+    names = {"single-node", "demo", "mtls", "tensor-parallel", *WANTED}
     assert set(OVERLAYS) == names
     for overlay, kinds in WANTED.items():
         assert kinds <= {resource["kind"] for resource in render(overlay)}
@@ -78,6 +78,10 @@ def test_any_misspelt_field_is_seen(kind: str) -> None:
     )
     if kind == "Service v1":  # whose selector has anybody's keys
         del resource["spec"]["selector"]
+    if kind.startswith("LeaderWorkerSet"):  # pods are the turn of the StatefulSet
+        for role in ("leaderTemplate", "workerTemplate"):
+            pod = {"containers": [{"name": "engine", "image": "tidemill-engine:1"}]}
+            resource["spec"]["leaderWorkerTemplate"][role]["spec"] = pod
     misspelt = {where: resource | {"spec": spec} for where, spec in renamed(resource["spec"])}
     assert len(misspelt) > 1
     assert [where for where, changed in misspelt.items() if is_valid(changed)] == []

@@ -24,7 +24,7 @@ SUITE = "bookworm"  # its Python is the one that the lock files were made with
 BASE = "tidemill-test-base"
 IMAGE = "tidemill-test-frontend"
 CERTIFICATES = "/etc/ssl/certs"
-STEP_S = 300  # for any one command; together they take about two minutes
+STEP_S = 400  # for any one command; together they take about two minutes
 
 ENTER = """
 set -e
@@ -65,7 +65,6 @@ class Built:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._buildah = ("buildah", f"--root={folder}/root", f"--runroot={folder}/run")
-        self._buildah += ("--storage-driver=vfs",)
         self._base()
         self._frontend()
         self.config: dict[str, Any] = json.loads(self.buildah("inspect", "--type=image", IMAGE))

@@ -27,7 +27,9 @@ CHECK = ("python3", "/app/healthcheck.py", "TIDEMILL_GRPC_PORT")
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
     folder = tmp_path_factory.mktemp("image")
-    yield Built(folder)
+    built = Built(folder)
+    yield built
+    built.buildah("umount", "--all")
     shutil.rmtree(folder)
 
 
