@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine_service.config import EngineConfig
 from engine_service.core.messages import EngineFacts
 from engine_service.core.params import SamplingParams
+from engine_service.core.step import Memory
 from engine_service.core.strategy import DecodeStrategy, Executor, ExecutorLimits, ModelFacts
 from engine_service.defaults import read_knobs, read_sampling
 from tidemill.runtime.errors import InvalidRequest
@@ -27,6 +30,8 @@ class Engine:
     scheduler: Scheduler
     executor: Executor
     facts: EngineFacts
+    memory: Callable[[], Memory]
+    """What of the device's memory is in use now."""
 
 
 def compose(config: EngineConfig, report: Report) -> Engine:
@@ -63,7 +68,7 @@ def compose(config: EngineConfig, report: Report) -> Engine:
             age_bound_s=config.age_bound_s,
         ),
     )
-    return Engine(scheduler=scheduler, executor=parts.executor, facts=facts)
+    return Engine(scheduler=scheduler, executor=parts.executor, facts=facts, memory=parts.memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,7 @@ class _Parts:
     facts: EngineFacts
     resolved: Any
     strategies: dict[str, DecodeStrategy]
+    memory: Callable[[], Memory] = Memory
 
 
 def _make_grammars(config: EngineConfig, parts: _Parts) -> Grammars | None:
@@ -132,6 +138,7 @@ def _make_reception(config: EngineConfig, parts: _Parts, masks: MaskMaker) -> Re
 def _load(config: EngineConfig, report: Report) -> _Parts:
     import torch
 
+    from engine_service.worker.memory import memory_in_use
     from engine_service.worker.worker import Worker
 
     torch.set_num_threads(_num_threads())
@@ -139,7 +146,11 @@ def _load(config: EngineConfig, report: Report) -> _Parts:
     found = worker.facts()
     facts = _facts(config, found, worker.traits, worker.checkpoint, worker.strategies)
     return _Parts(
-        executor=worker, facts=facts, resolved=worker.resolved, strategies=worker.strategies
+        executor=worker,
+        facts=facts,
+        resolved=worker.resolved,
+        strategies=worker.strategies,
+        memory=partial(memory_in_use, worker.device, worker.kv_bytes),
     )
 
 

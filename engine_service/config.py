@@ -100,7 +100,29 @@ class EngineConfig:
     """Largest gRPC message."""
     drain_timeout_s: float = 30.0
     """How long SIGTERM waits for running requests."""
+    drain_pause_s: float = 0.0
+    """How long SIGTERM still takes new requests, not ready any more, until everybody knows; in
+    Kubernetes about 5."""
+    heartbeat_timeout_s: float = 5.0
+    """Not ready while the core has said nothing for this long; it says something every second,
+    unless a step takes longer."""
+    hang_timeout_s: float = 300.0
+    """A core that has said nothing for this long is taken for dead, and the process ends with
+    status 1 so that it is restarted; 0: never."""
+    metrics_port: int | None = None
+    """HTTP port of /metrics, and of /health, /health/live and /health/ready for probes; 0 takes a
+    free one; default: none."""
+    metrics_alias: Literal["none", "vllm"] = "none"
+    """Write metrics under vLLM's names too, for dashboards and autoscalers that look for those."""
     otlp_endpoint: str | None = None
     """Collector for traces (OTLP over gRPC), for example http://127.0.0.1:4317."""
+    trace_sample_ratio: float = 1.0
+    """Share of the requests without a trace of their caller that are traced, 0 to 1; others are as
+    their caller says."""
+    trace_level: int = 1
+    """0: no spans; 1: requests and their phases; 2: steps of traced requests too; 3: every block
+    of diffusion requests too."""
+    trace_step_every: int = 0
+    """Trace every so manieth step, whoever is part of it; 0: none. From trace level 1 on."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged."""

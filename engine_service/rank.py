@@ -17,6 +17,8 @@ import sys
 from engine_service.composition import compose
 from engine_service.core.loop import CoreLoop
 from engine_service.core.messages import Fatal, Progress, Ready
+from engine_service.core.warm_up import warm_up
+from engine_service.core.watch import Watch
 from engine_service.pipe import BlockingPipe, PeerGone
 from tidemill.runtime import log
 from tidemill.runtime.errors import ServiceError
@@ -61,6 +63,8 @@ def _serve(pipe: BlockingPipe) -> int:
     log.configure(config.log_level, service="rank0")
     try:
         engine = compose(config, lambda *progress: pipe.send([Progress(*progress)]))
+        pipe.send([Progress("warm-up", 0, 0)])
+        warm_up(engine.scheduler, engine.executor, engine.facts)
     except ServiceError as error:
         pipe.send([Fatal(error.message)])
         return 1
@@ -74,7 +78,13 @@ def _serve(pipe: BlockingPipe) -> int:
         return 1
     _calm_the_collector()
     pipe.send([Ready(engine.facts)])
-    CoreLoop(inbox=pipe, outbox=pipe, scheduler=engine.scheduler, executor=engine.executor).run()
+    CoreLoop(
+        inbox=pipe,
+        outbox=pipe,
+        scheduler=engine.scheduler,
+        executor=engine.executor,
+        watch=Watch(engine.scheduler.planner, engine.memory),
+    ).run()
     return 0
 
 

@@ -26,9 +26,9 @@ from tidemill.runtime.errors import FailedPrecondition
 from tidemill.runtime.health import Health
 from tidemill.runtime.parsing import MalformedRequests
 from tidemill.runtime.rpc import bind, server_options
-from tidemill.runtime.telemetry import Tracer
 from tidemill.security.health_port import HealthPort
 from tidemill.security.server_tls import ServerTls, server_tls
+from tidemill.telemetry.tracer import Tracer
 
 _LOG = logging.getLogger("tidemill.frontend")
 _CLOSING_S = 2.0
@@ -43,7 +43,10 @@ class FrontendServer:
         self._config = config
         self._gate = Gate(config)
         self._tls = server_tls(config)
-        self.desk = FrontDesk(config, Tracer("tidemill-frontend", config.otlp_endpoint))
+        tracer = Tracer(
+            "tidemill-frontend", config.otlp_endpoint, sample_ratio=config.trace_sample_ratio
+        )
+        self.desk = FrontDesk(config, tracer)
         self._health = Health(("", "liveness", "readiness", SERVICE))
         gates = () if self._gate.is_open else (GateInterceptor(self._gate),)
         self._grpc = grpc.aio.server(

@@ -51,6 +51,11 @@ class FrontendConfig:
     """How long to wait for the engine at start-up."""
     drain_timeout_s: float = 30.0
     """How long SIGTERM waits for running requests."""
+    drain_pause_s: float = 0.0
+    """How long SIGTERM still takes new requests, not ready any more, until everybody knows; in
+    Kubernetes about 5."""
+    metrics_alias: Literal["none", "vllm"] = "none"
+    """Write metrics under vLLM's names too, for dashboards and autoscalers that look for those."""
     tls_cert: str | None = None
     """PEM file of this server's certificate and its chain; TLS on all ports but --health-port. Read
     again when it changes, like the next two."""
@@ -102,5 +107,8 @@ class FrontendConfig:
     """Serve gRPC reflection."""
     otlp_endpoint: str | None = None
     """Collector for traces (OTLP over gRPC), for example http://127.0.0.1:4317."""
+    trace_sample_ratio: float = 1.0
+    """Share of the requests without a trace of their caller that are traced, 0 to 1; others are as
+    their caller says."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged."""

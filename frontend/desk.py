@@ -32,8 +32,8 @@ from frontend.template_pool import TemplatePool
 from frontend.validation import check_ids
 from tidemill.runtime.errors import NotFound, Unavailable
 from tidemill.runtime.rpc import channel_options
-from tidemill.runtime.telemetry import Tracer
 from tidemill.security.client_tls import Dialer, client_tls
+from tidemill.telemetry.tracer import Tracer
 
 _LOG = logging.getLogger("tidemill.frontend")
 
@@ -57,6 +57,7 @@ class FrontDesk:
         self.model: ServedModel | None = None
         self._templates: TemplatePool | None = None
         self.is_draining = False
+        self._is_closed = False
         self.started = time.monotonic()
         tls = client_tls(
             config.engine_tls_ca,
@@ -77,14 +78,15 @@ class FrontDesk:
 
     @property
     def state(self) -> str:
-        """starting, ready or draining."""
+        """starting, ready, stalled or draining."""
         if self.is_draining or self.engine.state == "draining":
             return "draining"
-        return "ready" if self.model is not None and self.engine.state == "ready" else "starting"
+        state = self.engine.state
+        return state if self.model is not None and state != "connecting" else "starting"
 
     def check_ready(self) -> ServedModel:
         """The served model. Raises Unavailable, with the reason, when requests cannot be taken."""
-        if self.is_draining:
+        if self._is_closed:
             raise Unavailable(
                 "this frontend is draining: it finishes running requests and then stops",
                 reason="DRAINING",
@@ -169,19 +171,23 @@ class FrontDesk:
         decode = model.tokenizer.decode
         return await self.pool.run(decode, token_ids, skip_special_tokens=skip_special_tokens)
 
-    def metrics_text(self) -> bytes:
-        """The exposition format, with the engines' last load reports."""
+    def metrics_text(self, accept: str = "") -> tuple[bytes, str]:
+        """The page for Prometheus, with the engines' last load reports, and its content type."""
         name = "" if self.model is None else self.model.name
         metrics, load = self.metrics, self.engine.load
         metrics.engine_up.labels(name).set(self.engine.num_open)
         metrics.num_running.labels(name).set(load.running)
         metrics.num_waiting.labels(name).set(load.waiting)
         metrics.kv_usage.labels(name).set(load.pages_used / max(1, load.pages_total))
-        return metrics.text()
+        return metrics.text(accept, self.config.metrics_alias)
 
     async def drain(self) -> None:
-        """Refuses new requests and waits for the running ones, as long as configured."""
+        """Not ready at once; refuses new requests after `drain_pause_s`, when everybody has had
+        time to hear of it, and waits for the running ones, as long as configured."""
         self.is_draining = True
+        if self.config.drain_pause_s > 0:
+            await asyncio.sleep(self.config.drain_pause_s)
+        self._is_closed = True
         if not self._live:
             return
         self._idle.clear()

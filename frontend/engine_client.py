@@ -30,8 +30,8 @@ from tidemill.runtime.errors import (
     Unavailable,
 )
 from tidemill.runtime.rpc import ended, to_error
-from tidemill.runtime.telemetry import TraceContext
 from tidemill.security.client_tls import Dialer
+from tidemill.telemetry.context import TraceContext
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc as rpc
 
@@ -288,7 +288,7 @@ class EngineClient:
 
     def _on_report(self, report: pb.LoadReport) -> None:
         """Raises Unavailable when the core has been stuck for too long with requests of ours."""
-        self.load = convert.to_load(report.load)
+        self.load = convert.to_load(report)
         self._slots.reported()
         self._alive.reported(report.engine_silence_ms / 1000)
         if self._alive.is_hopeless and len(self._slots):

@@ -34,6 +34,24 @@ _POOL_TASKS = {
 _MAX_TOKENIZER_BYTES = 256 << 20
 
 
+def to_load(report: pb.LoadReport) -> Load:
+    """How full the engine is, and how it is."""
+    load = report.load
+    return Load(
+        running=load.running,
+        waiting=load.waiting,
+        pages_used=load.pages_used,
+        pages_total=load.pages_total,
+        waiting_tokens=load.waiting_tokens,
+        state=pb.EngineState.Name(report.state).removeprefix("ENGINE_STATE_").lower()
+        if report.state
+        else "",
+        stalled=report.stalled,
+        memory_used=report.memory_used_bytes,
+        memory_total=report.memory_total_bytes,
+    )
+
+
 def to_spec(sequence: Sequence) -> pb.GenerateSpec:
     """The sequence without what belongs to its whole request (ids, timeout, trace)."""
     given = sequence.sampling
@@ -84,6 +102,8 @@ def to_facts(answer: pb.GetEngineInfoResponse) -> EngineFacts:
         vocab_size=answer.limits.vocab_size,
         max_logprobs=answer.limits.max_logprobs,
         tokenizer_sha256=answer.tokenizer_sha256,
+        device=answer.device,
+        max_queued_requests=answer.limits.max_queued_requests,
         default_method=decoding.default_method,
         methods=tuple(decoding.methods),
         block_length=decoding.block_length,
@@ -95,11 +115,6 @@ def to_facts(answer: pb.GetEngineInfoResponse) -> EngineFacts:
         max_rows=answer.limits.max_rows,
         max_queued=answer.limits.max_queued_requests,
     )
-
-
-def to_load(load: pb.Load) -> Load:
-    """What a load report says of work that is there."""
-    return Load(load.running, load.waiting, load.pages_used, load.pages_total, load.waiting_tokens)
 
 
 def to_logprobs(positions: Iterable[pb.TokenLogprobs]) -> list[TokenLogprobs]:

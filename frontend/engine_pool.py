@@ -16,7 +16,7 @@ from frontend.engine_client import EngineClient
 from frontend.messages import Usage
 from tidemill.runtime.errors import ServiceError
 from tidemill.runtime.rpc import to_error
-from tidemill.runtime.telemetry import TraceContext
+from tidemill.telemetry.context import TraceContext
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc as rpc
 

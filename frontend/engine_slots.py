@@ -14,7 +14,7 @@ from frontend.messages import Sequence as EngineSequence
 from frontend.outbox import Outbox
 from frontend.rounds import Rounds
 from tidemill.runtime.errors import ServiceError
-from tidemill.runtime.telemetry import TraceContext
+from tidemill.telemetry.context import TraceContext
 from tidemill.v1 import engine_pb2 as pb
 
 _TOKEN_BYTES = 4

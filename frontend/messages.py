@@ -5,6 +5,7 @@ It does not know protobuf: engine_client.py translates.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -84,6 +85,30 @@ class Load(NamedTuple):
     pages_used: int = 0
     pages_total: int = 0
     waiting_tokens: int = 0
+    state: str = ""
+    """Of the engine, in lower case."""
+    stalled: bool = False
+    """The engine's core has said nothing for too long: new work should go elsewhere."""
+    memory_used: int = 0
+    memory_total: int = 0
+    """Bytes of the engine's device; 0: not known."""
+
+    @classmethod
+    def of_all(cls, loads: Iterable[Load]) -> Load:
+        """Of several engines as of one: sums, the state that all are in, stalled if all are."""
+        given = list(loads)
+        states = {one.state for one in given}
+        return cls(
+            running=sum(one.running for one in given),
+            waiting=sum(one.waiting for one in given),
+            pages_used=sum(one.pages_used for one in given),
+            pages_total=sum(one.pages_total for one in given),
+            waiting_tokens=sum(one.waiting_tokens for one in given),
+            state=states.pop() if len(states) == 1 else "",
+            stalled=bool(given) and all(one.stalled for one in given),
+            memory_used=sum(one.memory_used for one in given),
+            memory_total=sum(one.memory_total for one in given),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +167,8 @@ class EngineFacts:
     eos_token_ids: tuple[int, ...]
     pool_tasks: tuple[str, ...] = ()
     """Of embed, classify and score, what its hidden states serve."""
+    device: str = ""
+    max_queued_requests: int = 0
     embedding_size: int = 0
     page_size: int = 0
     """Tokens of a KV page; 0 where it does not say, as with the following two."""

@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING
 from frontend.metrics import Metrics
 from frontend.request import Chat, Ingress, TextRequest
 from tidemill.runtime.errors import ServiceError
-from tidemill.runtime.telemetry import Attributes, Span
+from tidemill.telemetry import semconv
+from tidemill.telemetry.context import exemplar
+from tidemill.telemetry.semconv import Attributes
+from tidemill.telemetry.tracer import Span
 
 if TYPE_CHECKING:
+    from frontend.choice import Choice
     from frontend.generation import Generation
 
 _LOG = logging.getLogger("tidemill.frontend.request")
@@ -41,7 +45,13 @@ class Observation:
         self._last: dict[int, float] = {}
         self._first: float | None = None
         self._clock = asyncio.get_running_loop().time
+        self._exemplar = exemplar(ingress.span.context) if ingress.span.recording else None
         self._between = metrics.inter_token_latency.labels(model_name)
+
+    @property
+    def _operation(self) -> str:
+        is_chat = bool(self._request.prompts) and isinstance(self._request.prompts[0], Chat)
+        return semconv.CHAT if is_chat else semconv.COMPLETION
 
     @contextmanager
     def inner_span(self, name: str) -> Iterator[None]:
@@ -56,9 +66,7 @@ class Observation:
 
     def start_client_span(self) -> Span:
         """The CLIENT span that covers the engine's work; its context travels inside Submit."""
-        is_chat = isinstance(self._request.prompts[0], Chat)
-        operation = "chat" if is_chat else "text_completion"
-        name = f"{operation} {self._model_name}"
+        name = f"{self._operation} {self._model_name}"
         self._client_span = self._ingress.span.child(name, kind="CLIENT")
         return self._client_span
 
@@ -69,7 +77,7 @@ class Observation:
         if self._first is None:
             self._first = now
             ttft = self._metrics.time_to_first_token.labels(self._model_name)
-            ttft.observe(now - self._ingress.received)
+            ttft.observe(now - self._ingress.received, self._exemplar)
         if last is not None:
             self._between.observe(now - last)
         self._last[index] = now
@@ -81,13 +89,13 @@ class Observation:
         self._count(generation, failure, now)
         usage = generation.usage
         if self._client_span is not None:
-            self._client_span.end(
-                attributes=self._attributes(generation),
-                error=None if failure is None else outcome,
-            )
+            attributes = self._attributes(generation)
+            if failure is not None:
+                attributes[semconv.ERROR_TYPE] = _error_type(failure)
+            self._client_span.end(attributes=attributes, error=None if failure is None else outcome)
         first = None if self._first is None else round(self._first - self._ingress.received, 4)
         context = self._ingress.span.context
-        beside: dict[str, str] = {} if context is None else {"trace_id": f"{context.trace_id:032x}"}
+        beside = {} if context is None else context.ids
         if user := self._request.options.user:
             beside["user"] = user[:_MAX_USER_CHARS]
         if self._ingress.caller:
@@ -116,49 +124,72 @@ class Observation:
         for choice in generation.choices:
             if choice.finish is None:
                 continue
-            reason = "stop" if choice.matched else choice.finish.reason.name.lower()
-            metrics.request_success.labels(name, reason).inc()
+            metrics.request_success.labels(name, _reason(choice)).inc()
             metrics.request_generation_tokens.labels(name).observe(choice.num_tokens)
-            metrics.queue_time.labels(name).observe(choice.timings.queue_ns / 1e9)
-            metrics.prefill_time.labels(name).observe(choice.timings.prefill_ns / 1e9)
-            metrics.decode_time.labels(name).observe(choice.timings.decode_ns / 1e9)
+            times = choice.timings
+            metrics.queue_time.labels(name).observe(times.queue_ns / 1e9)
+            metrics.prefill_time.labels(name).observe(times.prefill_ns / 1e9)
+            metrics.decode_time.labels(name).observe(times.decode_ns / 1e9)
+            inference_ns = times.prefill_ns + times.decode_ns
+            metrics.request_inference.labels(name).observe(inference_ns / 1e9)
         metrics.generation_tokens.labels(name).inc(usage.output_tokens)
         metrics.forward_passes.labels(name).inc(usage.forward_passes)
         metrics.denoise_steps.labels(name).inc(usage.denoise_steps)
         metrics.num_preemptions.labels(name).inc(usage.preemptions)
+        self._count_duration(usage.output_tokens, failure, now)
         if failure is not None:
             metrics.request_failure.labels(name, _error_type(failure)).inc()
             return
+        if (asked := self._request.options.sampling.max_tokens) is not None:
+            metrics.max_tokens.labels(name).observe(asked)
         metrics.prompt_tokens.labels(name).inc(usage.prompt_tokens)
         metrics.cached_tokens.labels(name).inc(usage.cached_tokens)
         metrics.request_prompt_tokens.labels(name).observe(usage.prompt_tokens)
         metrics.request_params_n.labels(name).observe(self._request.options.n)
-        metrics.e2e_latency.labels(name).observe(now - self._ingress.received)
+        metrics.e2e_latency.labels(name).observe(now - self._ingress.received, self._exemplar)
         if self._first is not None and usage.output_tokens > 1:
             per_token = (now - self._first) / (usage.output_tokens - 1)
-            metrics.time_per_output_token.labels(name).observe(per_token)
+            metrics.time_per_output_token.labels(name).observe(per_token, self._exemplar)
+
+    def _count_duration(self, num_tokens: int, failure: BaseException | None, now: float) -> None:
+        """The histograms of OpenTelemetry's conventions, failed requests among them."""
+        received = self._ingress.received
+        self._metrics.server.observe(
+            self._operation,
+            self._model_name,
+            whole_s=now - received,
+            first_s=None if self._first is None else self._first - received,
+            num_tokens=num_tokens,
+            error="" if failure is None else _error_type(failure),
+            exemplar=self._exemplar,
+        )
 
     def _attributes(self, generation: Generation) -> Attributes:
         options, usage = self._request.options, generation.usage
-        is_chat = isinstance(self._request.prompts[0], Chat)
-        found: dict[str, str | int | float | bool | None] = {
-            "gen_ai.operation.name": "chat" if is_chat else "text_completion",
-            "gen_ai.provider.name": "tidemill",
-            "gen_ai.request.model": options.model or self._model_name,
-            "gen_ai.request.max_tokens": options.sampling.max_tokens,
-            "gen_ai.request.temperature": options.sampling.temperature,
-            "gen_ai.request.top_p": options.sampling.top_p,
-            "gen_ai.request.top_k": options.sampling.top_k,
-            "gen_ai.request.seed": options.sampling.seed,
-            "gen_ai.request.choice.count": options.n,
-            "gen_ai.response.id": self._ingress.request_id,
-            "gen_ai.response.model": self._model_name,
-            "gen_ai.usage.input_tokens": usage.prompt_tokens,
-            "gen_ai.usage.output_tokens": usage.output_tokens,
-            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        sampling, ends = options.sampling, [_reason(choice) for choice in generation.choices]
+        found: dict[str, str | int | float | bool | tuple[str, ...] | None] = {
+            semconv.OPERATION: self._operation,
+            semconv.PROVIDER: "tidemill",
+            semconv.REQUEST_MODEL: options.model or self._model_name,
+            semconv.REQUEST_MAX_TOKENS: sampling.max_tokens,
+            semconv.REQUEST_TEMPERATURE: sampling.temperature,
+            semconv.REQUEST_TOP_P: sampling.top_p,
+            semconv.REQUEST_TOP_K: sampling.top_k,
+            semconv.REQUEST_FREQUENCY_PENALTY: sampling.frequency_penalty,
+            semconv.REQUEST_PRESENCE_PENALTY: sampling.presence_penalty,
+            semconv.REQUEST_STOP: options.stop or None,
+            semconv.REQUEST_SEED: sampling.seed,
+            semconv.REQUEST_CHOICES: options.n,
+            semconv.RESPONSE_ID: self._ingress.request_id,
+            semconv.RESPONSE_MODEL: self._model_name,
+            semconv.RESPONSE_FINISH: tuple(end for end in ends if end) or None,
+            semconv.INPUT_TOKENS: usage.prompt_tokens,
+            semconv.OUTPUT_TOKENS: usage.output_tokens,
+            semconv.CACHED_TOKENS: usage.cached_tokens,
+            semconv.REASONING_TOKENS: usage.reasoning_tokens,
         }
         if self._first is not None:
-            found["gen_ai.response.time_to_first_chunk"] = self._first - self._ingress.received
+            found[semconv.RESPONSE_FIRST_CHUNK] = self._first - self._ingress.received
         return {name: value for name, value in found.items() if value is not None}
 
 
@@ -166,6 +197,13 @@ def shown_prompts(request: TextRequest, num_chars: int) -> str:
     """The beginning of each prompt, for operators who asked for it."""
     texts = (one.messages if isinstance(one, Chat) else one for one in request.prompts)
     return " | ".join(str(text)[:num_chars] for text in texts)
+
+
+def _reason(choice: Choice) -> str:
+    """How a choice ended; empty while it has not."""
+    if choice.finish is None:
+        return ""
+    return "stop" if choice.matched else choice.finish.reason.name.lower()
 
 
 def _error_type(failure: BaseException) -> str:

@@ -19,7 +19,8 @@ from frontend.messages import Usage
 from frontend.request import Ingress, PoolInput, PoolRequest, TextPair
 from frontend.validation import MAX_PROMPTS, check_ids, context_exceeded
 from tidemill.runtime.errors import InvalidRequest, ServiceError, Unsupported
-from tidemill.runtime.telemetry import Span
+from tidemill.telemetry import semconv
+from tidemill.telemetry.tracer import Span
 
 if TYPE_CHECKING:
     from frontend.desk import FrontDesk
@@ -185,19 +186,14 @@ class PoolWalk:
         if self._span is not None:
             self._span.end(
                 attributes={
-                    "gen_ai.operation.name": "embeddings",
-                    "gen_ai.provider.name": "tidemill",
-                    "gen_ai.request.model": self._request.model or name,
-                    "gen_ai.response.model": name,
-                    "gen_ai.usage.input_tokens": usage.prompt_tokens,
+                    semconv.OPERATION: semconv.EMBEDDINGS,
+                    semconv.PROVIDER: "tidemill",
+                    semconv.REQUEST_MODEL: self._request.model or name,
+                    semconv.RESPONSE_MODEL: name,
+                    semconv.INPUT_TOKENS: usage.prompt_tokens,
                 },
                 error=None if failure is None else outcome,
             )
-        beside = {"user": self._request.user[:_MAX_USER_CHARS]} if self._request.user else {}
-        if self._ingress.caller:
-            beside["key"] = self._ingress.caller
-        if num_shown := self._desk.config.log_prompts:
-            beside["prompts"] = " | ".join(str(one)[:num_shown] for one in self._request.inputs)
         _LOG.info(
             "request %s",
             outcome,
@@ -210,9 +206,21 @@ class PoolWalk:
                 "prompt_tokens": usage.prompt_tokens,
                 "cached_tokens": usage.cached_tokens,
                 "e2e_s": round(seconds, 4),
-                **beside,
+                **self._beside(),
             },
         )
+
+    def _beside(self) -> dict[str, str]:
+        """What only some log lines have."""
+        context = self._ingress.span.context
+        beside = {} if context is None else context.ids
+        if user := self._request.user:
+            beside["user"] = user[:_MAX_USER_CHARS]
+        if self._ingress.caller:
+            beside["key"] = self._ingress.caller
+        if num_shown := self._desk.config.log_prompts:
+            beside["prompts"] = " | ".join(str(one)[:num_shown] for one in self._request.inputs)
+        return beside
 
 
 async def score_pairs(desk: FrontDesk, request: PoolRequest, ingress: Ingress) -> PoolResult:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from tidemill.runtime.telemetry import Span
 from tidemill.structured import Constraint
+from tidemill.telemetry.tracer import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,21 @@ from typing import Any, Protocol
 
 from engine_service.core.control import Ask, ControlDesk, Profiler
 from engine_service.core.journal import KvEvents
-from engine_service.core.messages import Abort, Command, Event, Fatal, Reject, Shutdown, Submit
+from engine_service.core.messages import (
+    Abort,
+    Command,
+    Event,
+    Fatal,
+    Reject,
+    SetTracing,
+    Shutdown,
+    Submit,
+)
 from engine_service.core.preparing import Preparing
 from engine_service.core.scheduler import Scheduler
 from engine_service.core.step import StepPlan
 from engine_service.core.strategy import Executor
+from engine_service.core.watch import Watch
 from tidemill.runtime.errors import InternalError, ServiceError, Unavailable
 
 HEARTBEAT_S = 1.0
@@ -58,6 +68,7 @@ class CoreLoop:
         outbox: Outbox,
         scheduler: Scheduler,
         executor: Executor,
+        watch: Watch | None = None,
         heartbeat_s: float = HEARTBEAT_S,
         profiler: Profiler | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -67,6 +78,7 @@ class CoreLoop:
         self._scheduler = scheduler
         self._executor = executor
         self._controls = ControlDesk(scheduler, profiler)
+        self._watch = watch
         self._heartbeat_s = heartbeat_s
         self._clock = clock
         self._last_output = clock()
@@ -104,27 +116,35 @@ class CoreLoop:
         return time.thread_time_ns() - self._executor_ns
 
     def _step(self) -> StepPlan | None:
+        watch = self._watch
+        planned_ns = time.monotonic_ns() if watch and watch.is_tracing else 0
         plan = self._scheduler.schedule()
         if plan is not None:
+            launched_ns = time.monotonic_ns()
             began = time.thread_time_ns()
             self._flights.append((plan, self._executor.launch(plan)))
             self._executor_ns += time.thread_time_ns() - began
+            if planned_ns and watch:
+                watch.launched(plan, planned_ns, launched_ns)
         if self._flights and (plan is None or len(self._flights) > self._depth):
             oldest, handle = self._flights.popleft()
             began = time.thread_time_ns()
             decisions = self._executor.collect(handle)
             self._executor_ns += time.thread_time_ns() - began
+            if watch:
+                watch.collected(oldest)
             self._scheduler.apply(oldest, decisions)
             self._num_steps += 1
         return plan
 
     def _emit(self) -> None:
-        """Changes of the index go before the answers: a snapshot has all that was told before."""
-        batch: list[Event] = []
-        is_due = self._clock() - self._last_output >= self._heartbeat_s
-        output = self._scheduler.emit(heartbeat=is_due)
+        """Steps go before the output that may end their sequences, changes of the index before the
+        answers: a snapshot has all that was told before."""
+        now = self._clock()
+        output = self._scheduler.emit(heartbeat=now - self._last_output >= self._heartbeat_s)
+        batch: list[Event] = [] if self._watch is None else [*self._watch.take(now)]
         if output is not None:
-            self._last_output = self._clock()
+            self._last_output = now
             load = output.load._replace(steps=self._num_steps, host_ns=self._host_ns)
             batch.append(output._replace(load=load))
         if changes := self._scheduler.take_kv_events():
@@ -143,6 +163,9 @@ class CoreLoop:
                         self._scheduler.abort(command)
                 case Ask():
                     self._controls.take(command)
+                case SetTracing():
+                    if self._watch is not None:
+                        self._watch.ask(command)
                 case Shutdown():
                     self._is_open = False
                     self._scheduler.abort_all("the engine is shutting down")

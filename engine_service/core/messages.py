@@ -19,7 +19,7 @@ from engine_service.core.params import (
     PoolFacts,
     SamplingParams,
 )
-from engine_service.core.step import Canvas, TokenLogprobs
+from engine_service.core.step import Canvas, Memory, TokenLogprobs
 from tidemill.runtime.errors import ServiceError
 
 
@@ -57,6 +57,8 @@ class Submit:
     pool: PoolChoice | None = None
     """Nothing is generated: the prompt's hidden states are wanted."""
     constraint: ConstraintSpec | None = None
+    traced: bool = False
+    """Somebody watches it: its phases are taken down, and with SetTracing its steps too."""
 
 
 class Abort(NamedTuple):
@@ -75,7 +77,16 @@ class Shutdown(NamedTuple):
     """The core finishes the step in flight and leaves its loop."""
 
 
-Command = Submit | Abort | Shutdown | Ask
+class SetTracing(NamedTuple):
+    """Which steps are told of as StepTrace."""
+
+    members: bool
+    """Those that a traced sequence is part of."""
+    every: int
+    """And every so manieth step; 0: no others."""
+
+
+Command = Submit | Abort | Shutdown | Ask | SetTracing
 
 
 class Usage(NamedTuple):
@@ -96,6 +107,16 @@ class Timings(NamedTuple):
     decode_ns: int
 
 
+class Mark(NamedTuple):
+    """Something that happened to a traced sequence: a chunk of its prompt or a block is done."""
+
+    at_ns: int
+    is_block: bool
+    num_tokens: int
+    denoise_steps: int
+    """Of the whole sequence until then."""
+
+
 class Finish(NamedTuple):
     reason: FinishReason
     stop_token_id: int | None
@@ -106,6 +127,8 @@ class Finish(NamedTuple):
     """Monotonic (preempted, resumed) times, the first MAX_PAUSES of them."""
     vector: bytes = b""
     """What a request to pool asked for: little-endian float32."""
+    marks: tuple[Mark, ...] = ()
+    """Of a traced sequence, the first MAX_MARKS of either kind, in their order."""
 
 
 class Load(NamedTuple):
@@ -149,6 +172,44 @@ class StepOutput(NamedTuple):
     load: Load
 
 
+STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+"""Upper bounds of the buckets in which steps are counted."""
+
+
+class Tally(NamedTuple):
+    """What the core has done since its start; counts stand in the buckets of STEP_BOUNDS."""
+
+    token_counts: tuple[int, ...] = (0,) * (len(STEP_BOUNDS) + 1)
+    """Steps by their query tokens, and the sum of these."""
+    num_tokens: int = 0
+    row_counts: tuple[int, ...] = (0,) * (len(STEP_BOUNDS) + 1)
+    """Steps by their rows, and the sum of these."""
+    num_rows: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    num_preemptions: int = 0
+    denoise_steps: int = 0
+    canvas_positions: int = 0
+    committed: int = 0
+    """Tokens that denoising made final."""
+    memory: Memory = Memory()
+
+
+class StepTrace(NamedTuple):
+    """One step that somebody watches; times are monotonic."""
+
+    seq: int
+    keys: tuple[int, ...]
+    """Its traced sequences, the first MAX_MEMBERS of them."""
+    planned_ns: int
+    launched_ns: int
+    collected_ns: int
+    num_rows: int
+    num_new_rows: int
+    num_tokens: int
+    num_decided: int
+
+
 class Ready(NamedTuple):
     """The core is up: what it found while loading."""
 
@@ -169,7 +230,7 @@ class Fatal(NamedTuple):
     message: str
 
 
-Event = StepOutput | Reject | Ready | Progress | Fatal | KvEvents | Answer
+Event = StepOutput | Reject | Tally | StepTrace | Ready | Progress | Fatal | KvEvents | Answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ why a request ends.
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice
 
 from engine_service.core.control import PauseMode
 from engine_service.core.convoy import Convoy
@@ -17,6 +17,7 @@ from engine_service.core.params import SchedulerLimits
 from engine_service.core.policy.fair import FairQueue
 from engine_service.core.request import Request
 from engine_service.core.step import Span
+from engine_service.core.tally import Counting
 
 
 class Planner:
@@ -33,7 +34,8 @@ class Planner:
         self._running: dict[int, Request] = {}
         """Requests with a row."""
         self.convoy = Convoy()
-        self._waiting = FairQueue()
+        self.counting = Counting()
+        self.waiting = FairQueue()
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
         self._catch_up_first = False
         self._now = 0
@@ -49,21 +51,16 @@ class Planner:
     @property
     def num_started(self) -> int:
         """Requests that had a row: all that run, and those that were preempted. O(waiting)."""
-        preempted = [one for one in self._waiting if one.started_ns is not None]
+        preempted = [one for one in self.waiting if one.started_ns is not None]
         return len(self._running) + len(preempted)
-
-    @property
-    def waiting(self) -> FairQueue:
-        """To look at: whom newcomers would wait for."""
-        return self._waiting
 
     @property
     def load(self) -> Load:
         """How full queue, rows and pool are."""
         return Load(
             running=len(self._running),
-            waiting=len(self._waiting),
-            waiting_tokens=self._waiting.num_tokens,
+            waiting=len(self.waiting),
+            waiting_tokens=self.waiting.num_tokens,
             pages_used=self._pages.num_used,
             pages_total=self._pages.num_pages,
         )
@@ -75,9 +72,14 @@ class Planner:
         slow = [r.launched for key, r in self._running.items() if key not in members]
         return self.convoy.kv_tokens + sum(span.kv_len for span in slow if span is not None)
 
+    def traced_keys(self, limit: int) -> list[int]:
+        """Traced sequences that hold a row, at most `limit` of them. O(rows)."""
+        traced = (key for key, request in self._running.items() if request.marks is not None)
+        return list(islice(traced, limit))
+
     def enqueue(self, request: Request) -> None:
         """Lets a request wait for its turn."""
-        self._waiting.add(request)
+        self.waiting.add(request)
 
     def leave(self, request: Request) -> None:
         """Takes an ending request out and releases its row and pages.
@@ -88,7 +90,7 @@ class Planner:
         if request.row >= 0:
             self._leave_row(request)
         else:
-            self._waiting.remove(request)
+            self.waiting.remove(request)
 
     def plan(self, now: int, *, beside_step: bool = False) -> StepDraft:
         """What every row does in the next step; without requests when nothing can run.
@@ -106,6 +108,9 @@ class Planner:
             self._plan_waiting(draft, aged_before, now)
         draft.steady = self.convoy.launch()
         self.num_ran = len(self._running)
+        num_rows = len(draft.spans) + len(self.convoy)
+        if num_rows:
+            self.counting.step(self._limits.token_budget - draft.budget.tokens, num_rows)
         return draft
 
     def _new_draft(self) -> StepDraft:
@@ -117,10 +122,10 @@ class Planner:
         self._pages.check_integrity(request.table for request in requests.values())
         rows = [*self._free_rows, *(request.row for request in self._running.values())]
         assert sorted(rows) == list(range(self._limits.max_rows)), f"rows leaked: {rows}"
-        waiting = {request.key for request in self._waiting}
+        waiting = {request.key for request in self.waiting}
         assert not waiting & self._running.keys(), "a request waits and runs"
         assert waiting | self._running.keys() == requests.keys(), "a request is lost"
-        for request in self._waiting:
+        for request in self.waiting:
             assert not request.table.pages, "a waiting request holds pages"
             assert request.row < 0, "a waiting request holds a row"
         for request in self._running.values():
@@ -215,7 +220,7 @@ class Planner:
             if beside_step:
                 self._waits_for_pages = True
                 return False
-            victim = max(self._running.values(), key=self._waiting.ranking(aged_before))
+            victim = max(self._running.values(), key=self.waiting.ranking(aged_before))
             draft.drop(victim)
             self._preempt(victim)
             if victim is request:
@@ -230,10 +235,11 @@ class Planner:
         """Back to the queue; everything that was cached is computed again."""
         self._leave_row(request)
         request.restart(self._now)
-        self._waiting.add(request)
+        self.counting.num_preemptions += 1
+        self.waiting.add(request)
 
     def _plan_waiting(self, draft: StepDraft, aged_before: int, now: int) -> None:
-        for request in self._waiting.in_order(aged_before):
+        for request in self.waiting.in_order(aged_before):
             if not self._free_rows or draft.budget.tokens <= 0:
                 return
             if self.paused is not None and request.started_ns is None:
@@ -271,12 +277,13 @@ class Planner:
         assert reserved, f"{missing} pages were free for request {request.request_id}"
         pages.claim(table, tokens, limit)
         is_new = request.started_ns is None
-        self._waiting.start(request, len(tokens) - request.num_cached if is_new else 0)
+        self.waiting.start(request, len(tokens) - request.num_cached if is_new else 0)
         self._running[request.key] = request
         self._free_rows.pop()
         request.resume(now)
         if is_new:
             request.started_ns, request.cached_tokens = now, request.num_cached
+            self.counting.looked_up(len(tokens), request.num_cached)
         draft.add(request, span)
         draft.newcomers.append(request)
         draft.first_pages[request.key] = 0
@@ -285,7 +292,7 @@ class Planner:
     def _leave_row(self, request: Request) -> None:
         self.convoy.leave(request)
         self._pages.release(request.table)
-        self._waiting.stop(request)
+        self.waiting.stop(request)
         del self._running[request.key]
         self._free_rows.append(request.row)
         request.row = -1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine_service.core.constraint import Constraint
-from engine_service.core.messages import Finish, FinishReason, Timings, Usage
+from engine_service.core.messages import Finish, FinishReason, Mark, Timings, Usage
 from engine_service.core.pages import PageTable
 from engine_service.core.params import ResolvedSampling
 from engine_service.core.pinning import Pinned, num_pinned_before, pin, pinned_from
@@ -18,6 +18,9 @@ from engine_service.core.strategy import DecodeStrategy, View
 
 MAX_PAUSES = 64
 """Spans of one request that a trace shows at most, for requests that are preempted for ever."""
+
+MAX_MARKS = 60
+"""Chunks, and blocks, that a trace shows of one request: readers drop what goes beyond 128."""
 
 
 class Ending(NamedTuple):
@@ -88,6 +91,8 @@ class Request:
     paused_ns: int | None = None
     """When it was preempted; None while it has not been, or runs again."""
     pauses: tuple[tuple[int, int], ...] = ()
+    marks: list[Mark] | None = None
+    """What happened to it and when; None where nobody traces it."""
     started_ns: int | None = None
     first_token_ns: int | None = None
 
@@ -109,6 +114,15 @@ class Request:
         if self.paused_ns is not None:
             self.pauses = (*self.pauses, (self.paused_ns, now_ns))[:MAX_PAUSES]
             self.paused_ns = None
+
+    def mark(self, now_ns: int, span: Span, num_run: int, was_canvas: bool) -> None:
+        """Takes down that a chunk of the prompt, or a block, is done."""
+        is_block = was_canvas and num_run > 0
+        if self.marks is None or not (is_block or span.start < self.prompt_len):
+            return
+        if sum(mark.is_block is is_block for mark in self.marks) < MAX_MARKS:
+            num_tokens = num_run if is_block else span.stop - span.start
+            self.marks.append(Mark(now_ns, is_block, num_tokens, self.denoise_steps))
 
     def look_ahead(self) -> None:
         """Finds `smooth_until` anew, whenever one of its bounds has moved."""
@@ -187,4 +201,5 @@ class Request:
             timings,
             self.pauses,
             ending.vector,
+            tuple(self.marks or ()),
         )

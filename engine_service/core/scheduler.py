@@ -50,8 +50,8 @@ class Scheduler:
     ) -> None:
         self._admission = admission
         self._pages = pages
-        self._planner = Planner(pages, limits)
-        self._gate = Gate(limits, self._planner.waiting)
+        self.planner = Planner(pages, limits)
+        self._gate = Gate(limits, self.planner.waiting)
         self._clock = clock
         self._masks = masks or MaskMaker()
         self._requests: dict[int, Request] = {}
@@ -68,30 +68,30 @@ class Scheduler:
     @property
     def is_still(self) -> bool:
         """Whether it is paused, and nothing runs any more that the pause lets finish."""
-        mode = self._planner.paused
+        mode = self.planner.paused
         if mode is None or self._in_flight:
             return False
-        return mode is PauseMode.KEEP or not self._planner.num_started
+        return mode is PauseMode.KEEP or not self.planner.num_started
 
     @property
     def load(self) -> Load:
         """How full queue, rows and pool are."""
-        return self._planner.load
+        return self.planner.load
 
     @property
     def live_tokens(self) -> int:
         """Positions whose KV is in the pages, or is being computed. O(requests)."""
-        return self._planner.live_tokens
+        return self.planner.live_tokens
 
     def pause(self, mode: PauseMode) -> None:
         """No request is started from here on; what becomes of the others says the mode."""
-        self._planner.paused = mode
+        self.planner.paused = mode
         if mode is PauseMode.ABORT:
             self.abort_all("the engine is paused")
 
     def resume(self) -> None:
         """Ends a pause; nothing where there is none."""
-        self._planner.paused = None
+        self.planner.paused = None
 
     def flush_cache(self) -> int:
         """Forgets all prefixes; returns how many pages were kept for them."""
@@ -115,19 +115,19 @@ class Scheduler:
         Answers who was given up for it: nearly always nobody.
         """
         assert submit.key not in self._requests, f"key {submit.key} is live already"
-        given_up = self._gate.room_for(submit, self._planner.num_ran)
+        given_up = self._gate.room_for(submit, self.planner.num_ran)
         admitted = self._admission.admit(submit)
         request = open_request(submit, admitted, self._pages, self._clock())
         if request.constraint is not None:
             self._masks.begin(request.constraint)
         self._requests[request.key] = request
-        self._planner.enqueue(request)
+        self.planner.enqueue(request)
         if submit.deadline_ns is not None:
             self._deadlines.watch(submit.deadline_ns, request.key)
         if given_up is None:
             return []
         self._release(given_up)
-        return [self._gate.refusal(given_up, self._planner.num_ran)]
+        return [self._gate.refusal(given_up, self.planner.num_ran)]
 
     def abort(self, abort: Abort) -> None:
         """Ends a sequence; its row and pages go back when the steps that name it are collected."""
@@ -148,10 +148,10 @@ class Scheduler:
             late = Ending(FinishReason.DEADLINE, "the deadline has passed")
             self._end(self._requests[key], late, now)
         self._masks.wait(beside_step=bool(self._in_flight))
-        draft = self._planner.plan(now, beside_step=bool(self._in_flight))
+        draft = self.planner.plan(now, beside_step=bool(self._in_flight))
         if draft.requests or draft.steady:
             return self._launch_plan(draft)
-        runs = self._in_flight or self._planner.paused is not None
+        runs = self._in_flight or self.planner.paused is not None
         assert runs or not self._requests, f"stuck with {len(self._requests)} requests"
         return None
 
@@ -174,7 +174,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Asserts the invariants of pages, rows and queues. For tests and debugging."""
-        self._planner.check_integrity(self._requests)
+        self.planner.check_integrity(self._requests)
 
     def _launch_plan(self, draft: StepDraft) -> StepPlan:
         appends: list[PageAppend] = []
@@ -196,7 +196,7 @@ class Scheduler:
 
     def _land(self, token_ids: list[int], now: int) -> None:
         """Takes the tokens of the rows that only move on."""
-        convoy = self._planner.convoy
+        convoy = self.planner.convoy
         keys, token_ids, stragglers, full = convoy.land(token_ids)
         self._output.rows(keys, token_ids)
         for request, num_cached in full:
@@ -230,7 +230,7 @@ class Scheduler:
 
     def _settle(self, request: Request, span: Span, decision: Decision | None, now: int) -> None:
         """Applies one decision: commit, cut at the first end, seal, report."""
-        self._planner.convoy.leave(request)
+        self.planner.convoy.leave(request)
         committed, before = request.committed, request.canvas
         first_open = max(span.decide_start, len(committed))
         denoises = bool(before.token_ids) and span.decide_stop > first_open
@@ -251,6 +251,10 @@ class Scheduler:
         request.canvas = canvas
         request.forward_passes += 1
         request.denoise_steps += denoises
+        if denoises:
+            self.planner.counting.denoised(span.decide_stop - first_open, len(run))
+        if request.marks is not None:
+            request.mark(now, span, len(run), denoises)
         if request.first_token_ns is None and run:
             request.first_token_ns = now
         if len(committed) >= request.table.seal_at:
@@ -281,7 +285,7 @@ class Scheduler:
         """Tells the caller; the first ending wins."""
         if request.ending is not None:
             return
-        self._planner.convoy.leave(request)
+        self.planner.convoy.leave(request)
         request.ending = ending
         self._output.finish(request.key, request.finish(ending, now))
         if request.in_flight == 0:
@@ -290,5 +294,5 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         if request.row >= 0 and request.started_ns is not None:
             self._gate.note(self._clock() - request.started_ns)
-        self._planner.leave(request)
+        self.planner.leave(request)
         del self._requests[request.key]

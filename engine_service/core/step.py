@@ -184,6 +184,18 @@ class StepPlan:
         return self.own_spans + tuple(map(steady.span, range(len(steady.rows))))
 
 
+class Memory(NamedTuple):
+    """Bytes of the device; the host's for a CPU. 0: not known."""
+
+    used: int = 0
+    """By everybody; without what our allocator only keeps for later."""
+    total: int = 0
+    peak: int = 0
+    """The most that we had in use at once."""
+    kv: int = 0
+    """Of `used`: pages, taken and free."""
+
+
 class Decision(NamedTuple):
     """What the device decided for one span, on the host.
 

@@ -27,7 +27,7 @@ from engine_service.server.outlet import (
 )
 from engine_service.server.state import Snapshot
 from tidemill.runtime.errors import ServiceError
-from tidemill.runtime.telemetry import epoch_ns
+from tidemill.telemetry.context import epoch_ns
 from tidemill.v1 import engine_pb2 as pb
 
 FEATURES = ("coalescing", "canvas", "load-report")
@@ -98,7 +98,12 @@ def notice_frame(notice: Notice) -> pb.SessionResponse:
             return pb.SessionResponse(pong=pb.Pong(nonce=notice.nonce))
         case LoadReport():
             report = pb.LoadReport(
-                load=load(notice.load), engine_silence_ms=notice.engine_silence_ms
+                load=load(notice.load),
+                engine_silence_ms=notice.engine_silence_ms,
+                stalled=notice.stalled,
+                state=int(notice.state),  # type: ignore[arg-type]
+                memory_used_bytes=notice.memory_used,
+                memory_total_bytes=notice.memory_total,
             )
             return pb.SessionResponse(load_report=report)
         case Draining():

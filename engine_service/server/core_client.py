@@ -16,15 +16,19 @@ from typing import Protocol, cast
 
 from engine_service.core.messages import (
     Abort,
+    Command,
     Fatal,
     Finish,
     FinishReason,
     Progress,
     Ready,
     Reject,
+    SetTracing,
     Shutdown,
     StepOutput,
+    StepTrace,
     Submit,
+    Tally,
 )
 from engine_service.pipe import Unframer, frame
 from engine_service.server.outlet import TOKEN_BYTES, StepRows
@@ -73,6 +77,8 @@ class CoreListener(Protocol):
 
     def ready(self, ready: Ready) -> None: ...
 
+    def stepped(self, trace: StepTrace) -> None: ...
+
     def lost(self, error: EngineDead) -> None: ...
 
 
@@ -85,7 +91,7 @@ class CoreClient(asyncio.Protocol):
         self._post_mortem = post_mortem
         self._unframer = Unframer()
         self._transport: asyncio.Transport | None = None
-        self._commands: list[Submit | Abort | Shutdown] = []
+        self._commands: list[Command] = []
         self._keys = itertools.count(1)
         self._routes: dict[int, Route] = {}
         self._live_ids: dict[str, set[int]] = {}
@@ -95,7 +101,9 @@ class CoreClient(asyncio.Protocol):
         self._heard_ns = time.monotonic_ns()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._beats = False
         self.load = NO_LOAD
+        self.tally = Tally()
         self.finished: Counter[FinishReason] = Counter()
         self.lost: EngineDead | None = None
 
@@ -139,8 +147,14 @@ class CoreClient(asyncio.Protocol):
             self._send(Abort(key))
         return True if keys else (False if request_id in self._ended_ids else None)
 
-    def shutdown(self) -> None:
-        self._send(Shutdown())
+    def give_up(self, why: str) -> None:
+        """The core is taken for dead, whatever its process does."""
+        self._last_words = self._last_words or why
+        self.close()
+
+    def command(self, command: SetTracing | Shutdown) -> None:
+        """Tells the core what is about no sequence."""
+        self._send(command)
 
     def close(self) -> None:
         if self._transport is not None:
@@ -152,8 +166,8 @@ class CoreClient(asyncio.Protocol):
 
     @property
     def silence_ms(self) -> int:
-        """How long the core has said nothing although it has work."""
-        return (time.monotonic_ns() - self._heard_ns) // 1_000_000 if self._routes else 0
+        """Since the core's last word; it speaks every second, but not while it loads."""
+        return (time.monotonic_ns() - self._heard_ns) // 1_000_000 if self._beats else 0
 
     async def idle(self) -> None:
         """Waits until every sequence has ended."""
@@ -179,22 +193,28 @@ class CoreClient(asyncio.Protocol):
                     self._fail(event.key, event.error)
                 case Progress():
                     self._listener.progressed(event)
+                case Tally():
+                    self.tally = event
+                case StepTrace():
+                    self._listener.stepped(event)
                 case Ready():
+                    self._beats = True
                     self._listener.ready(event)
-                case Fatal():
-                    self._last_words = event.message
+                case Fatal():  # its process may hang where it should end, if the device is broken
+                    self.give_up(event.message)
                 case _:
                     raise TypeError(f"the core sent a {type(event).__name__}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         cause = self._last_words or self._post_mortem()
+        self._beats = False
         self.lost = EngineDead(f"the engine core is gone: {cause}")
         self.fail_all(self.lost)
         self._listener.lost(self.lost)
 
     # ------------------------------------------------------------ inside
 
-    def _send(self, command: Submit | Abort | Shutdown) -> None:
+    def _send(self, command: Command) -> None:
         """Commands of one turn of the event loop share a frame."""
         if not self._commands:
             asyncio.get_running_loop().call_soon(self._flush)

@@ -14,14 +14,16 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine_service.config import EngineConfig
-from engine_service.core.messages import EngineFacts, Progress, Ready, Submit
+from engine_service.core.messages import EngineFacts, Progress, Ready, StepTrace, Submit
 from engine_service.server.core_client import CoreClient, Sink
+from engine_service.server.health import memory_in_use
+from engine_service.server.metrics import Reading
+from engine_service.server.observer import Observer
 from engine_service.server.outlet import Draining, LoadReport
-from engine_service.server.request_trace import trace_request
 from engine_service.server.state import SERVING, EngineState, StateBoard
 from engine_service.server.tokenizer_files import TokenizerFiles, read_tokenizer
 from tidemill.runtime.errors import EngineDead, ServiceError, Unavailable
-from tidemill.runtime.telemetry import Tracer
+from tidemill.telemetry.tracer import Tracer
 
 _TICK_S = 0.25  # WatchState pushes derived changes at most four times a second
 _TICKS_PER_REPORT = 8  # the session's heartbeat: every two seconds, and sooner when there is news
@@ -52,10 +54,13 @@ class Desk:
         self.core = CoreClient(self, post_mortem=post_mortem)
         self.dead = asyncio.Event()
         self.facts: EngineFacts | None = None
+        self.last_error: str | None = None
         self.tokenizer: TokenizerFiles | ServiceError | None = None
         self.sessions: dict[str, OpenSession] = {}
         self._session_numbers = itertools.count(1)
-        self._tracer = tracer
+        self.observer = Observer(config, tracer, read=self.reading, trace_steps=self.core.command)
+        self._is_closed = False
+        self._started = time.monotonic()
         self._opening: asyncio.Task[None] | None = None
 
     def open_facts(self) -> EngineFacts:
@@ -73,7 +78,7 @@ class Desk:
     def check_open(self) -> EngineFacts:
         """Like `open_facts`, and raises Unavailable when no new work is taken."""
         facts = self.open_facts()
-        if self.board.state not in SERVING:
+        if self._is_closed or self.board.state not in (*SERVING, EngineState.DRAINING):
             raise Unavailable(
                 "the engine is draining and takes no new requests; send them to another one",
                 reason="DRAINING",
@@ -83,14 +88,26 @@ class Desk:
 
     def submit(self, submit: Submit, sink: Sink, handle: int, trace: tuple[str, str]) -> int:
         """Starts a sequence; `trace` is the caller's (traceparent, tracestate)."""
-        block_length = self.check_open().block_length
-        ended = trace_request(self._tracer, submit, trace, block_length)
-        return self.core.submit(submit, sink, handle, ended=ended)
+        try:
+            facts = self.check_open()
+        except ServiceError as error:
+            self.observer.refused(error, self.facts)
+            raise
+        submit, ended, began = self.observer.begin(submit, trace, facts)
+        key = self.core.submit(submit, sink, handle, ended=ended)
+        began(key)
+        return key
 
-    @property
-    def report(self) -> LoadReport:
-        """How the engine is loaded, and how long its core has been silent although it has work."""
-        return LoadReport(self.core.load, self.core.silence_ms)
+    def reading(self) -> Reading:
+        """How the engine stands; called from other threads too."""
+        return Reading(
+            snapshot=self.board.snapshot,
+            tally=self.core.tally,
+            facts=self.facts,
+            silence_ms=self.core.silence_ms,
+            sessions=len(self.sessions),
+            uptime_s=time.monotonic() - self._started,
+        )
 
     def enter(self, session: OpenSession) -> str:
         """Registers a session and returns its id."""
@@ -106,21 +123,46 @@ class Desk:
 
         Frontends route by what they are told, so they hear of every change, four times a second.
         """
-        told = self.core.load[:_ROUTED_BY]
+        told: tuple[object, ...] = ()
         for turn in itertools.count(1):
             await asyncio.sleep(_TICK_S)
-            self.board.observe(self.core.load, self._finished_text())
-            if turn % _TICKS_PER_REPORT == 0 or self.core.load[:_ROUTED_BY] != told:
-                told = self.core.load[:_ROUTED_BY]
+            silence_s = self.core.silence_ms / 1000
+            stalled = silence_s > self.config.heartbeat_timeout_s
+            detail = self._silence_text() if stalled else self._finished_text()
+            self.board.observe(self.core.load, detail, stalled=stalled)
+            if stalled and 0 < self.config.hang_timeout_s < silence_s:
+                self.core.give_up(f"it has said nothing for {silence_s:.0f} s (--hang-timeout-s)")
+            news = (*self.core.load[:_ROUTED_BY], stalled)
+            if turn % _TICKS_PER_REPORT == 0 or news != told:
+                told, report = news, self.report
                 for session in self.sessions.values():
-                    session.notify(self.report)
+                    session.notify(report)
+
+    @property
+    def report(self) -> LoadReport:
+        """How the engine is loaded, and how it is."""
+        reading = self.reading()
+        return LoadReport(
+            load=reading.snapshot.load,
+            engine_silence_ms=reading.silence_ms,
+            stalled=reading.snapshot.stalled,
+            state=reading.snapshot.state,
+            memory_used=memory_in_use(reading),
+            memory_total=reading.tally.memory.total,
+        )
 
     def drain(self) -> None:
-        """No new work from here on; sessions are told."""
+        """Not ready any more, and sessions are told; who has not heard of it is still served,
+        until `refuse`."""
         self.board.move(EngineState.DRAINING, f"{self.core.num_live} requests still run")
-        notice = Draining(int(self.config.drain_timeout_s * 1000))
+        left_s = self.config.drain_pause_s + self.config.drain_timeout_s
+        notice = Draining(int(left_s * 1000))
         for session in self.sessions.values():
             session.notify(notice)
+
+    def refuse(self) -> None:
+        """No new work from here on."""
+        self._is_closed = True
 
     def close_sessions(self, error: ServiceError | None = None) -> None:
         for session in list(self.sessions.values()):
@@ -131,6 +173,9 @@ class Desk:
         counts = sorted(self.core.finished.items())
         return "finished: " + (" ".join(f"{r.name.lower()}={n}" for r, n in counts) or "none yet")
 
+    def _silence_text(self) -> str:
+        return f"the core has said nothing for more than {self.config.heartbeat_timeout_s:g} s"
+
     # ------------------------------------------------------------ CoreListener
 
     def progressed(self, progress: Progress) -> None:
@@ -138,7 +183,11 @@ class Desk:
             of = f" {progress.done}/{progress.total}" if progress.total else ""
             self.board.move(EngineState.LOADING, progress.stage + of)
 
+    def stepped(self, trace: StepTrace) -> None:
+        self.observer.stepped(trace)
+
     def ready(self, ready: Ready) -> None:
+        self.observer.tell_core()
         self._opening = asyncio.create_task(self._open(ready.engine))
 
     async def _open(self, facts: EngineFacts) -> None:
@@ -155,5 +204,6 @@ class Desk:
     def lost(self, error: EngineDead) -> None:
         self.dead.set()
         if self.board.state not in (EngineState.SHUTDOWN, EngineState.ERROR):
+            self.last_error = error.message
             self.board.move(EngineState.ERROR, error.message)
             self.close_sessions(error)

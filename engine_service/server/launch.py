@@ -13,19 +13,22 @@ from collections.abc import Callable
 import grpc
 
 from engine_service.config import EngineConfig
+from engine_service.core.messages import Shutdown
 from engine_service.server.desk import Desk
+from engine_service.server.metrics_port import MetricsPort
 from engine_service.server.rank_process import RANK_MODULE, RankProcess
 from engine_service.server.servicer import EngineServicer
 from engine_service.server.servicer_info import AdminServicer, InfoServicer, KvEventServicer
 from engine_service.server.state import SERVING, EngineState, Snapshot
+from engine_service.server.status_pages import status_pages
 from engine_service.server.vllm_engine.servicer import add_vllm_engine
 from tidemill.runtime.errors import Unavailable
 from tidemill.runtime.health import Health
 from tidemill.runtime.parsing import MalformedRequests
 from tidemill.runtime.rpc import bind, server_options
-from tidemill.runtime.telemetry import Tracer
 from tidemill.security.health_port import HealthPort
 from tidemill.security.server_tls import server_tls
+from tidemill.telemetry.tracer import Tracer
 from tidemill.v1 import engine_pb2_grpc
 
 _SERVICES = ("EngineService", "EngineInfoService", "KvEventService", "AdminService")
@@ -40,7 +43,9 @@ class EngineServer:
     def __init__(self, config: EngineConfig, rank: RankProcess) -> None:
         self._config = config
         self._rank = rank
-        self._tracer = Tracer("tidemill-engine", config.otlp_endpoint)
+        self._tracer = Tracer(
+            "tidemill-engine", config.otlp_endpoint, sample_ratio=config.trace_sample_ratio
+        )
         self.desk = Desk(config, tracer=self._tracer, post_mortem=rank.post_mortem)
         self._health = Health(("", "liveness", "readiness", *_NAMES))
         self._server = grpc.aio.server(
@@ -49,7 +54,8 @@ class EngineServer:
         self._tls = server_tls(config)
         self._probes: HealthPort | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self.port = 0
+        self._metrics: MetricsPort | None = None
+        self.port = self.metrics_port = 0
 
     @property
     def health_port(self) -> int | None:
@@ -78,6 +84,15 @@ class EngineServer:
             raise
         return server
 
+    def _open_metrics(self) -> None:
+        """Bound at once, like the gRPC port: a probe sees the engine load."""
+        config = self._config
+        if config.metrics_port is None:
+            return
+        pages = status_pages(self.desk, config.metrics_alias)
+        self._metrics = MetricsPort(config.host, config.metrics_port, pages)
+        self.metrics_port = self._metrics.port
+
     async def _open(self, on_state: Callable[[Snapshot], None] | None) -> None:
         config, desk, server = self._config, self.desk, self._server
         engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(desk), server)
@@ -87,6 +102,7 @@ class EngineServer:
         if config.vllm_facade:
             _LOG.info("serving %s for gateways", add_vllm_engine(desk, server))
         await self._health.register(server, reflection=_NAMES if config.reflection else ())
+        self._open_metrics()
         credentials = self._tls.grpc_credentials() if self._tls else None
         self.port = bind(
             server, config.host, config.engine_port, flag="--engine-port", credentials=credentials
@@ -94,9 +110,9 @@ class EngineServer:
         if config.health_port is not None:
             self._probes = await HealthPort.open(self._health, config.host, config.health_port)
         await server.start()
+        desk.board.move(EngineState.LOADING, "starting the core process")
         await desk.core.open(self._rank.sock)
         desk.core.tell(config)
-        desk.board.move(EngineState.LOADING, "starting the core process")
         self._tasks = [
             asyncio.create_task(self._follow(on_state)),
             asyncio.create_task(desk.tick()),
@@ -107,10 +123,9 @@ class EngineServer:
         last = None
         async for snapshot in self.desk.board.watch():
             alive = snapshot.state not in (EngineState.ERROR, EngineState.SHUTDOWN)
-            ready = snapshot.state in SERVING
             self._health.tell("liveness", alive)
             for name in ("", "readiness", *_NAMES):
-                self._health.tell(name, ready)
+                self._health.tell(name, snapshot.is_ready)
             if on_state is not None and snapshot[1:3] != last:
                 on_state(snapshot)
             last = snapshot[1:3]
@@ -135,16 +150,23 @@ class EngineServer:
         for task in (drained, second):
             task.cancel()
         await asyncio.gather(drained, second, return_exceptions=True)
+        died = self.desk.dead.is_set()
         await self.stop()
-        return 1 if self.desk.board.state is EngineState.ERROR else 0
+        return 1 if died else 0
 
     async def drain(self) -> None:
-        """Refuses new requests and waits for the running ones, at most `drain_timeout_s`.
+        """Not ready at once; refuses new requests after `drain_pause_s`, and waits for the running
+        ones, at most `drain_timeout_s`. While it loads there is nothing to wait for.
 
         What still runs then ends with UNAVAILABLE behind its partial output.
         """
         desk = self.desk
+        if desk.board.state not in SERVING:
+            return
         desk.drain()
+        if self._config.drain_pause_s > 0:
+            await asyncio.sleep(self._config.drain_pause_s)
+        desk.refuse()
         try:
             await asyncio.wait_for(desk.core.idle(), self._config.drain_timeout_s)
         except TimeoutError:
@@ -160,21 +182,26 @@ class EngineServer:
     async def stop(self) -> None:
         """Ends the streams, then the core, then the spans' exporter."""
         desk = self.desk
-        if desk.board.state in SERVING or desk.board.state < EngineState.READY:
+        desk.refuse()
+        if desk.board.state in SERVING:
             desk.drain()
+        if desk.board.state is EngineState.LOADING:
+            desk.board.move(EngineState.ERROR, "stopped before it was ready")
         if desk.board.state is EngineState.DRAINING:
             desk.board.move(EngineState.SHUTDOWN, "stopped")
         desk.close_sessions(desk.core.lost)
         await self._server.stop(_CLOSING_S)
         if self._probes is not None:
             await self._probes.close()
-        desk.core.shutdown()
+        desk.core.command(Shutdown())
         await asyncio.sleep(0)
         await asyncio.to_thread(self._rank.stop, _CLOSING_S)
         desk.core.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.close)
         await asyncio.to_thread(self._tracer.stop)
 
     async def _stop_after_death(self) -> None:

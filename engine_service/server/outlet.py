@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from engine_service.core.messages import Finish, Load
 from engine_service.core.step import Canvas, TokenLogprobs
+from engine_service.server.state import EngineState
 from tidemill.runtime.errors import ServiceError
 
 TOKEN_BYTES = 4
@@ -42,6 +43,10 @@ class Pong(NamedTuple):
 class LoadReport(NamedTuple):
     load: Load
     engine_silence_ms: int
+    stalled: bool = False
+    state: EngineState = EngineState.READY
+    memory_used: int = 0
+    memory_total: int = 0
 
 
 class Draining(NamedTuple):

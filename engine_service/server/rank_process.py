@@ -14,6 +14,8 @@ from pathlib import Path
 from engine_service import pipe
 
 RANK_MODULE = "engine_service.rank"
+_KILLED_S = 5.0
+"""A process that waits for a broken device may outlive even SIGKILL; it is not waited for."""
 _ROOT = Path(__file__).parents[2]
 
 
@@ -48,7 +50,7 @@ class RankProcess:
         """Waits for the process to leave by itself, then kills it. Blocking."""
         if self._wait(grace_s) is None:
             self._process.kill()
-            self._process.wait()
+            self._wait(_KILLED_S)
 
     def _wait(self, timeout_s: float) -> int | None:
         try:

@@ -5,67 +5,108 @@ Nothing is done per token. It does not know streams.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
-from engine_service.core.messages import Finish, FinishReason, Submit, Usage
+from engine_service.core.messages import Finish, FinishReason, Mark, Submit, Usage
 from engine_service.server.core_client import Ended
 from tidemill.runtime.errors import ServiceError
-from tidemill.runtime.telemetry import Attributes, Span, Tracer, epoch_ns, parse
+from tidemill.telemetry import semconv
+from tidemill.telemetry.semconv import Attributes
+from tidemill.telemetry.tracer import Span
 
 SPAN = "tidemill.v1.EngineService/Generate"
-_POOL_SPAN = "tidemill.v1.EngineService/Pool"
+POOL_SPAN = "tidemill.v1.EngineService/Pool"
+BLOCKS_LEVEL = 3
+"""From this trace level on every block of a diffusion request has a span."""
 _FAILED = {
-    FinishReason.ABORTED: "aborted",
-    FinishReason.DEADLINE: "deadline exceeded",
-    FinishReason.ERROR: "failed",
+    FinishReason.ABORTED: ("aborted", "CANCELLED"),
+    FinishReason.DEADLINE: ("deadline exceeded", "DEADLINE_EXCEEDED"),
+    FinishReason.ERROR: ("failed", "INTERNAL"),
 }
+_LOG = logging.getLogger("tidemill.engine.request")
 
 
-def trace_request(
-    tracer: Tracer, submit: Submit, parent: tuple[str, str], block_length: int
-) -> Ended:
-    """Opens the request's SERVER span below (traceparent, tracestate); the result closes it."""
-    name = SPAN if submit.pool is None else _POOL_SPAN
-    span = tracer.start(name, parse(*parent), start_ns=epoch_ns(submit.arrival_ns))
-    if not span.recording:
-        return _untraced
+def trace_request(span: Span, submit: Submit, block_length: int, level: int) -> Ended:
+    """What is to be told of the request's end: that closes its recorded SERVER span."""
 
     def ended(outcome: Finish | ServiceError) -> None:
         attributes: Attributes = {"tidemill.request_id": submit.request_id}
+        attributes |= {semconv.RPC_SYSTEM: "grpc", semconv.RPC_METHOD: _method(submit)}
         if isinstance(outcome, ServiceError):
-            attributes["error.type"] = outcome.reason
+            attributes[semconv.RPC_STATUS] = semconv.status_name(outcome.grpc_code)
+            attributes[semconv.ERROR_TYPE] = outcome.reason
             span.end(attributes=attributes, error=outcome.message)
-            return
-        _phases(span, outcome)
-        error = _FAILED.get(outcome.reason)
-        attributes |= _usage(outcome)
-        if outcome.usage.denoise_steps:
-            attributes["tidemill.blocks"] = _num_blocks(outcome.usage, submit.pinned, block_length)
-        span.end(attributes=attributes, error=error)
+        else:
+            _phases(span, outcome, level)
+            error, status = _FAILED.get(outcome.reason, (None, "OK"))
+            attributes |= _usage(outcome) | {semconv.RPC_STATUS: status}
+            if error is not None:
+                attributes[semconv.ERROR_TYPE] = status
+            if outcome.usage.denoise_steps:
+                count = _num_blocks(outcome.usage, submit.pinned, block_length)
+                attributes["tidemill.blocks"] = count
+            span.end(attributes=attributes, error=error)
+        _tell(span, submit, outcome)
 
     return ended
 
 
-def _untraced(outcome: Finish | ServiceError) -> None:
-    """The trace is not recorded."""
+def _method(submit: Submit) -> str:
+    return SPAN if submit.pool is None else POOL_SPAN
 
 
-def _phases(span: Span, finish: Finish) -> None:
+def _tell(span: Span, submit: Submit, outcome: Finish | ServiceError) -> None:
+    """A line that leads from the log to the trace."""
+    reason = outcome.reason if isinstance(outcome, ServiceError) else outcome.reason.name
+    ids = span.context.ids if span.context else {}
+    extra = {"request_id": submit.request_id, **ids}
+    _LOG.debug("request ended: %s", reason.lower(), extra=extra)
+
+
+def _phases(span: Span, finish: Finish, level: int) -> None:
     times = finish.timings
-    start = epoch_ns(times.arrival_ns)
+    started = times.arrival_ns + times.queue_ns
+    stop = started + times.prefill_ns + times.decode_ns
+    decoding = _decoding_since(finish, started)
     last = "engine.denoise" if finish.usage.denoise_steps else "engine.decode"
-    lengths = (
-        ("engine.queue", times.queue_ns),
-        ("engine.prefill", times.prefill_ns),
-        (last, times.decode_ns),
-    )
-    for name, length in lengths:
-        if length or name == "engine.queue":
-            span.child(name, start_ns=start).end(end_ns=start + length)
-        start += length
+    span.child("engine.queue", start_ns=times.arrival_ns).end(end_ns=started)
+    if decoding > started:
+        prefill = span.child("engine.prefill", start_ns=started)
+        for mark in finish.marks:
+            if not mark.is_block and mark.at_ns <= decoding:
+                prefill.event("chunk", mark.at_ns, {"tidemill.tokens": mark.num_tokens})
+        prefill.end(end_ns=decoding)
+    if stop > decoding:
+        phase = span.child(last, start_ns=decoding)
+        _blocks(phase, [mark for mark in finish.marks if mark.is_block], decoding, level)
+        phase.end(end_ns=stop)
     for preempted, resumed in finish.pauses:
-        pause = span.child("engine.preempted", start_ns=epoch_ns(preempted))
-        pause.end(end_ns=epoch_ns(resumed))
+        span.child("engine.preempted", start_ns=preempted).end(end_ns=resumed)
+
+
+def _decoding_since(finish: Finish, started: int) -> int:
+    """When the prompt was done: with the first token, but a first block takes time of its own."""
+    times, marks = finish.timings, finish.marks
+    first = next((i for i, mark in enumerate(marks) if mark.is_block), None)
+    if first is None:
+        return started + times.prefill_ns
+    return marks[first - 1].at_ns if first else started
+
+
+def _blocks(phase: Span, blocks: list[Mark], start: int, level: int) -> None:
+    steps = 0
+    for block in blocks:
+        facts: Attributes = {
+            "tidemill.tokens": block.num_tokens,
+            "tidemill.denoise_steps": block.denoise_steps - steps,
+        }
+        if level >= BLOCKS_LEVEL:
+            child = phase.child("engine.block", start_ns=start)
+            child.end(attributes=facts, end_ns=block.at_ns)
+        else:
+            phase.event("block", block.at_ns, facts)
+        start, steps = block.at_ns, block.denoise_steps
 
 
 def _num_blocks(usage: Usage, pinned: Iterable[tuple[int, int]], block_length: int) -> int:
@@ -84,10 +125,10 @@ def _usage(finish: Finish) -> Attributes:
     usage = finish.usage
     passes = max(1, usage.forward_passes)
     return {
-        "gen_ai.response.finish_reasons": finish.reason.name.lower(),
-        "gen_ai.usage.input_tokens": usage.prompt_tokens,
-        "gen_ai.usage.output_tokens": usage.output_tokens,
-        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        semconv.RESPONSE_FINISH: (finish.reason.name.lower(),),
+        semconv.INPUT_TOKENS: usage.prompt_tokens,
+        semconv.OUTPUT_TOKENS: usage.output_tokens,
+        semconv.CACHED_TOKENS: usage.cached_tokens,
         "tidemill.forward_passes": usage.forward_passes,
         "tidemill.denoise_steps": usage.denoise_steps,
         "tidemill.preemptions": usage.preemptions,

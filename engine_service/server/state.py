@@ -30,8 +30,8 @@ class EngineState(IntEnum):
 _S = EngineState
 SERVING = frozenset({_S.READY, _S.BUSY})
 _MOVES: dict[EngineState, frozenset[EngineState]] = {
-    _S.UNINITIALIZED: frozenset({_S.LOADING, _S.DRAINING, _S.ERROR}),
-    _S.LOADING: frozenset({_S.READY, _S.DRAINING, _S.ERROR}),
+    _S.UNINITIALIZED: frozenset({_S.LOADING}),
+    _S.LOADING: frozenset({_S.READY, _S.ERROR}),
     _S.READY: frozenset({_S.BUSY, _S.DRAINING, _S.ERROR}),
     _S.BUSY: frozenset({_S.READY, _S.DRAINING, _S.ERROR}),
     _S.DRAINING: frozenset({_S.SHUTDOWN, _S.ERROR}),
@@ -47,6 +47,13 @@ class Snapshot(NamedTuple):
     state: EngineState
     detail: str
     load: Load
+    stalled: bool = False
+    """The core has said nothing for too long: not ready, but it may recover."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new work should be sent here."""
+        return self.state in SERVING and not self.stalled
 
 
 class IllegalMove(AssertionError):
@@ -71,14 +78,15 @@ class StateBoard:
             raise IllegalMove(f"engine state cannot go from {self.state.name} to {state.name}")
         self._publish(self.snapshot._replace(state=state, detail=detail))
 
-    def observe(self, load: Load, detail: str) -> None:
+    def observe(self, load: Load, detail: str, *, stalled: bool = False) -> None:
         """Derives BUSY (requests wait for a row) and READY from the load."""
         state = self.state
         if state in SERVING:
             state = EngineState.BUSY if load.waiting else EngineState.READY
         else:
             detail = self.snapshot.detail
-        self._publish(self.snapshot._replace(state=state, detail=detail, load=load))
+        now = self.snapshot._replace(state=state, detail=detail, load=load, stalled=stalled)
+        self._publish(now)
 
     def _publish(self, snapshot: Snapshot) -> None:
         if snapshot == self.snapshot:

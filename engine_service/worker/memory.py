@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 
 from engine_service.attention.base import AttentionBackend
 from engine_service.config import EngineConfig
-from engine_service.core.step import Span, granularity
+from engine_service.core.step import Memory, Span, granularity
 from engine_service.models.base import CausalModel, ModelTraits
 from engine_service.resolve import ResolvedConfig
 from engine_service.sampling.batch import DecideBatch, Wants
@@ -222,6 +223,18 @@ def _cpu_room(config: EngineConfig) -> KVRoom:
 def free_bytes(device: torch.device) -> int:
     """What is left of a device's memory; unused blocks of torch's allocator count as taken."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_ram()
+
+
+def memory_in_use(device: torch.device, kv_bytes: int) -> Memory:
+    """What metrics say of a device's memory; of a CPU's only what this process holds."""
+    if device.type != "cuda":
+        rusage = resource.getrusage(resource.RUSAGE_SELF)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return Memory(pages * resource.getpagesize(), 0, rusage.ru_maxrss * 1024, kv_bytes)
+    free, total = torch.cuda.mem_get_info(device)
+    spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    return Memory(total - free - spare, total, peak, kv_bytes)
 
 
 def free_ram() -> int:

@@ -76,7 +76,7 @@ class Worker:
     """Loads a model, sizes the KV pool and runs step plans.
 
     Public attributes are set once, at start-up: `checkpoint`, `traits`, `resolved`, `dtype`,
-    `device`, `strategies` (by name), `limits`, `overlaps`, `stage_seconds`.
+    `device`, `strategies` (by name), `limits`, `overlaps`, `kv_bytes`, `stage_seconds`.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class Worker:
             backend, buckets, cache_aside, room = self._profile(config, model)
         with self._stage("kv", lambda: pool_advice(self.resolved)):
             pool = self._create_pool(config, room, backend)
+            self.kv_bytes = pool.num_pages * page_bytes(backend.shape, self.traits.num_layers)
         with self._stage("tables", lambda: pool_advice(self.resolved)):
             tables = self._create_tables(pool, in_pieces=decides_in_pieces(model))
             for strategy in self.strategies.values():

@@ -43,9 +43,10 @@ def admin_routes(desk: FrontDesk) -> APIRouter:
         return JsonResponse(_card(desk.model_for(name)))
 
     @router.get("/metrics")
-    async def metrics() -> Response:
-        """Metrics for Prometheus."""
-        return Response(desk.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def metrics(request: Request) -> Response:
+        """Metrics for Prometheus; as OpenMetrics, with exemplars, for those who ask for it."""
+        text, content_type = desk.metrics_text(request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type})
 
     @router.get("/version")
     async def version() -> Response:

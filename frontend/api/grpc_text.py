@@ -27,9 +27,11 @@ from frontend.gate import Gate
 from frontend.generation import Generation
 from frontend.request import Ingress, TextRequest
 from frontend.validation import check_streamed
-from tidemill.runtime import telemetry
-from tidemill.runtime.errors import InvalidRequest
+from tidemill.runtime.errors import InvalidRequest, ServiceError
 from tidemill.runtime.rpc import answering
+from tidemill.telemetry import semconv
+from tidemill.telemetry.context import parse as parse_trace
+from tidemill.telemetry.tracer import Span
 from tidemill.v1 import text_pb2 as pb
 
 SERVICE = "tidemill.v1.TextService"
@@ -132,7 +134,7 @@ class TextServicer(PoolMethods):
                 f"{_MAX_ID_CHARS}, all of them printable",
                 param="x-request-id",
             )
-        above = telemetry.parse(metadata.get("traceparent", ""), metadata.get("tracestate", ""))
+        above = parse_trace(metadata.get("traceparent", ""), metadata.get("tracestate", ""))
         span = self._desk.tracer.start(f"{self.service}/{method}", above)
         received, remaining = asyncio.get_running_loop().time(), context.time_remaining()
         seconds = None if remaining is None or remaining > _FOREVER_S else remaining
@@ -149,13 +151,32 @@ class TextServicer(PoolMethods):
             caller=known.caller if known else "",
             use=known.use if known else None,
         )
-        attributes: telemetry.Attributes = {"rpc.system.name": "grpc", "rpc.method": method}
+        failure: BaseException | None = None
         try:
             yield ingress, metadata
-        except BaseException as failure:
-            span.end(attributes=attributes, error=str(failure) or type(failure).__name__)
+        except BaseException as caught:
+            failure = caught
             raise
-        span.end(attributes=attributes)
+        finally:
+            seconds = asyncio.get_running_loop().time() - received
+            self._ended(f"{self.service}/{method}", span, failure, seconds)
+
+    def _ended(
+        self, method: str, span: Span, failure: BaseException | None, seconds: float
+    ) -> None:
+        """The end of a call's SERVER span; cancelled calls have one too."""
+        status = _status_of(failure)
+        attributes: semconv.Attributes = {
+            semconv.RPC_SYSTEM: "grpc",
+            semconv.RPC_METHOD: method,
+            semconv.RPC_STATUS: status,
+        }
+        error = None
+        if failure is not None:
+            attributes[semconv.ERROR_TYPE] = status
+            error = str(failure) or type(failure).__name__
+        span.end(attributes=attributes, error=error)
+        self._desk.metrics.rpc_duration.labels(method, status).observe(seconds)
 
 
 def add_text_service(desk: FrontDesk, server: grpc.aio.Server, gate: Gate) -> None:
@@ -174,6 +195,14 @@ def add_text_service(desk: FrontDesk, server: grpc.aio.Server, gate: Gate) -> No
             response_serializer=GetMessageClass(method.output_type).SerializeToString,
         )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+
+def _status_of(failure: BaseException | None) -> str:
+    if isinstance(failure, ServiceError):
+        return semconv.status_name(failure.grpc_code)
+    if isinstance(failure, asyncio.CancelledError | GeneratorExit):
+        return "CANCELLED"
+    return "OK" if failure is None else "INTERNAL"
 
 
 def _guarded(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:

@@ -12,6 +12,10 @@ from frontend.api.http import JsonResponse
 from frontend.desk import FrontDesk
 from tidemill import __version__
 
+FULL_QUEUE = 0.9
+FULL_MEMORY = 0.95
+"""Shares above which an engine is degraded."""
+
 
 def health_routes(desk: FrontDesk) -> APIRouter:
     """Live while the process runs; ready while requests are taken."""
@@ -19,9 +23,11 @@ def health_routes(desk: FrontDesk) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        """Everything a person wants to know; 503 unless requests are taken."""
-        status = 200 if desk.state == "ready" else 503
-        return JsonResponse(_health(desk), status_code=status, headers=_retry_after(desk))
+        """Everything a person wants to know; 503 when it is unhealthy."""
+        found = _health(desk)
+        is_bad = found["status"] == "unhealthy"
+        headers = {"retry-after": "1"} if is_bad else {}
+        return JsonResponse(found, status_code=503 if is_bad else 200, headers=headers)
 
     @router.get("/health/ready")
     async def ready() -> Response:
@@ -45,9 +51,19 @@ def health_routes(desk: FrontDesk) -> APIRouter:
 
 def _health(desk: FrontDesk) -> dict[str, Any]:
     model, load = desk.model, desk.engine.load
+    facts = None if model is None else model.facts
+    status, reasons = _verdict(desk)
     return {
-        "status": desk.state,
-        "engine": {"state": desk.engine.state, "address": desk.config.engine},
+        "status": status,
+        "reasons": reasons,
+        "state": desk.state,
+        "engine": {
+            "session": desk.engine.state,
+            "state": load.state or None,
+            "address": desk.config.engine,
+            "device": None if facts is None else facts.device,
+        },
+        "model_loaded": model is not None and desk.engine.state != "connecting",
         "last_error": None if desk.engine.state == "ready" else desk.engine.last_error,
         "engines": desk.engine.told(),
         "model": None if model is None else model.name,
@@ -55,10 +71,28 @@ def _health(desk: FrontDesk) -> dict[str, Any]:
         "requests": desk.num_live,
         "running": load.running,
         "waiting": load.waiting,
+        "queue_size": load.waiting,
+        "queue_capacity": 0 if facts is None else facts.max_queued_requests,
+        "memory_used_bytes": load.memory_used or None,
+        "memory_total_bytes": load.memory_total or None,
         "kv_cache_usage": load.pages_used / max(1, load.pages_total),
         "uptime_s": round(time.monotonic() - desk.started, 3),
         "version": __version__,
     }
+
+
+def _verdict(desk: FrontDesk) -> tuple[str, list[str]]:
+    """healthy, degraded or unhealthy, and why."""
+    if desk.state in ("starting", "stalled"):
+        return "unhealthy", [desk.engine.last_error if desk.state == "starting" else "stalled"]
+    load, reasons = desk.engine.load, []
+    if desk.state == "draining":
+        reasons.append("draining")
+    if desk.model is not None and load.waiting > FULL_QUEUE * desk.model.facts.max_queued_requests:
+        reasons.append("the engine's queue is nearly full")
+    if load.memory_total and load.memory_used > FULL_MEMORY * load.memory_total:
+        reasons.append("the engine's device memory is nearly full")
+    return ("degraded" if reasons else "healthy"), reasons
 
 
 def _retry_after(desk: FrontDesk) -> dict[str, str]:

@@ -23,8 +23,10 @@ from frontend.api.envelopes import error_body, is_anthropic
 from frontend.desk import FrontDesk
 from frontend.gate import Gate
 from frontend.request import Ingress
-from tidemill.runtime import telemetry
 from tidemill.runtime.errors import Cancelled, InternalError, InvalidRequest, NotFound, ServiceError
+from tidemill.telemetry import semconv
+from tidemill.telemetry.context import parse as parse_trace
+from tidemill.telemetry.tracer import Span
 
 _LOG = logging.getLogger("tidemill.frontend.http")
 SEND_PIECE = "send_piece"
@@ -87,7 +89,7 @@ class IngressMiddleware:
             return
         request = Request(scope)
         path, status, state = scope["path"], 0, scope.setdefault("state", {})
-        span = self._start_span(request)
+        began, span = asyncio.get_running_loop().time(), self._start_span(request)
         given_id = request.headers.get("x-request-id", "")
         request_id = given_id if _is_id(given_id) else uuid.uuid4().hex
         began, client = asyncio.get_running_loop().time(), self._client(scope, request)
@@ -114,19 +116,18 @@ class IngressMiddleware:
         finally:
             del state[SEND_PIECE]  # the scope belongs to its owner: the two would be a cycle
             route = getattr(scope.get("route"), "path", "unknown")
-            counter = self._desk.metrics.http_requests.labels(route, request.method, status)
-            counter.inc()
-            span.end(
-                attributes={"http.route": route, "http.response.status_code": status},
-                error=f"status {status}" if status >= 500 else None,
-            )
-            self._log_end(request, request_id, client, status, began)
+            counts = self._desk.metrics.http
+            counts.requests.labels(route, request.method, status).inc()
+            seconds = asyncio.get_running_loop().time() - began
+            counts.duration.labels(route, request.method).observe(seconds)
+            self._end_span(span, request, route, status)
+            self._log_end(request, _facts(request_id, span), client, status, seconds)
 
-    def _start_span(self, request: Request) -> telemetry.Span:
+    def _start_span(self, request: Request) -> Span:
         headers, path = request.headers, request.scope["path"]
-        above = telemetry.parse(headers.get("traceparent", ""), headers.get("tracestate", ""))
+        above = parse_trace(headers.get("traceparent", ""), headers.get("tracestate", ""))
         if not path.startswith(("/v1/", "/v2/")) or request.method != "POST":
-            return telemetry.Span(self._desk.tracer, above)  # probes and scrapes are not traced
+            return Span(self._desk.tracer, above)  # probes and scrapes are not traced
         return self._desk.tracer.start(f"{request.method} {path}", above)
 
     def _client(self, scope: Scope, request: Request) -> str:
@@ -136,7 +137,7 @@ class IngressMiddleware:
         )
 
     def _log_end(
-        self, request: Request, request_id: str, client: str, status: int, began: float
+        self, request: Request, facts: dict[str, Any], client: str, status: int, seconds: float
     ) -> None:
         """Walks of a model's requests have a line of their own, which says more; here are all that
         were refused, and all others but probes."""
@@ -147,19 +148,26 @@ class IngressMiddleware:
         if not _LOG.isEnabledFor(level):
             return
         ingress = request.scope["state"].get("ingress")
-        facts = {
-            "request_id": request_id,
-            "client": client,
-            "status": status,
-            "seconds": round(asyncio.get_running_loop().time() - began, 4),
-        }
+        facts |= {"client": client, "status": status, "seconds": round(seconds, 4)}
         if ingress is not None and ingress.caller:
             facts["key"] = ingress.caller
         _LOG.log(level, "%s %s %d", request.method, path[:_MAX_PATH_CHARS], status, extra=facts)
 
-    def _ingress(
-        self, request: Request, request_id: str, span: telemetry.Span, client: str
-    ) -> Ingress:
+    def _end_span(self, span: Span, request: Request, route: str, status: int) -> None:
+        """Named by its route: a path may hold ids. Status 0: the client left before any answer."""
+        attributes: semconv.Attributes = {
+            semconv.HTTP_METHOD: request.method,
+            semconv.HTTP_ROUTE: route,
+            semconv.URL_PATH: request.scope["path"],
+            semconv.HTTP_STATUS: status,
+        }
+        error = None
+        if not 0 < status < 500:
+            attributes[semconv.ERROR_TYPE] = str(status or "cancelled")
+            error = f"status {status}" if status else "the client left"
+        span.end(attributes=attributes, error=error, name=f"{request.method} {route}")
+
+    def _ingress(self, request: Request, request_id: str, span: Span, client: str) -> Ingress:
         received = asyncio.get_running_loop().time()
         given_id = request.headers.get("x-request-id", "")
         if given_id and not _is_id(given_id):
@@ -271,6 +279,11 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(
         f"the request body is larger than {max_bytes} bytes; send less, or raise --max-body-bytes"
     )
+
+
+def _facts(request_id: str, span: Span) -> dict[str, str]:
+    """What joins a log line with the request and its trace."""
+    return {"request_id": request_id, **(span.context.ids if span.context else {})}
 
 
 def _is_milliseconds(text: str) -> bool:

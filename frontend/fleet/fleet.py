@@ -102,8 +102,7 @@ class Fleet:
     @property
     def load(self) -> Load:
         """The last reports of all engines, added up."""
-        loads = [one.client.load for one in self._members.values()]
-        return Load(*map(sum, zip(*loads, strict=True))) if loads else Load()
+        return Load.of_all(one.client.load for one in self._members.values())
 
     @property
     def last_error(self) -> str:

@@ -18,7 +18,7 @@ from frontend.fleet.views import RequestView
 from frontend.messages import Sequence as EngineSequence
 from frontend.messages import Usage
 from tidemill.runtime.errors import InternalError, Overloaded, ServiceError, Unavailable
-from tidemill.runtime.telemetry import TraceContext
+from tidemill.telemetry.context import TraceContext
 
 _MOST_LOSSES = 1
 _MOST_REFUSALS = 3

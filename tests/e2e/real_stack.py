@@ -125,7 +125,7 @@ class Stack:
 
     def wait_ready(self) -> None:
         """Until the frontend takes requests."""
-        eventually(lambda: self.health()["status"] == "ready", "the stack is not ready", START_S)
+        eventually(lambda: self.health()["status"] == "healthy", "the stack is not ready", START_S)
 
     def num_handles(self) -> dict[str, int]:
         """Open files of each process: sockets, pipes, temporary files."""

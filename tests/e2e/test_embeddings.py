@@ -155,7 +155,7 @@ async def test_an_encoder_embeds_and_does_not_chat(served: Stack, bert) -> None:
         with pytest.raises(openai.BadRequestError, match="is an encoder"):
             await client.completions.create(model="bert", prompt="hi")
         assert [model.id async for model in client.models.list()] == ["bert"]
-    assert served.health()["status"] == "ready"
+    assert served.health()["status"] == "healthy"
 
 
 def test_an_encoder_offline(bert) -> None:

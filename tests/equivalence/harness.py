@@ -223,7 +223,7 @@ class ToyEngine:
         while self._flights:
             self._collect()
             self.collect_output()
-        planner = self.scheduler._planner
+        planner = self.scheduler.planner
         request = planner._running.get(key)
         if request is None:
             return False

@@ -194,7 +194,7 @@ def test_preempted_prompts_are_pooled_anew(checkpoint, kind):
     submit(engine, 1, prompt, PoolChoice(kind=kind))
     for _ in range(3):
         step(engine, outcome)
-    planner = engine.scheduler._planner
+    planner = engine.scheduler.planner
     (request,) = planner._running.values()
     assert 0 < request.num_cached < len(prompt)
     planner._preempt(request)

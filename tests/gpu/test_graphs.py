@@ -57,7 +57,7 @@ def run(
     llm = LLM(model, device="cuda", max_model_len=256, memory_fraction=0.2, **config)
     assert llm._loop._depth == 1
     llm._loop._depth = int(overlaps)
-    planner = llm._loop._scheduler._planner
+    planner = llm._loop._scheduler.planner
     planner._limits = replace(planner._limits, foreseen_tokens=foreseen_tokens)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]

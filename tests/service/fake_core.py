@@ -3,7 +3,7 @@
 Four rows, a queue of two, one prompt token per step for prompts above 100 tokens (a prefill that
 lasts), `simulated_step_ms` per step. Run as the rank process: `python -m ... FD PARENT_PID`.
 `model` chooses the start-up: fake, fake-slow (until it is told anything), fake-fatal (dies with
-last words).
+last words), fake-broken (has last words, and then hangs).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from engine_service.core.messages import (
     Progress,
     Ready,
     Reject,
+    SetTracing,
     Shutdown,
     StepOutput,
     Submit,
@@ -35,6 +36,7 @@ from engine_service.core.step import Canvas, TokenLogprobs
 from engine_service.pipe import BlockingPipe, PeerGone
 from tidemill.runtime.errors import InvalidRequest, Overloaded
 
+HEARTBEAT_S = 1.0
 MAX_ROWS, MAX_QUEUE, VOCAB, MAX_LEN, LONG = 4, 2, 100_000, 40_000, 100
 
 
@@ -174,6 +176,9 @@ def main() -> None:
     pipe.send([Progress("loading weights", 1, 4)])
     if config.model == "fake-slow" and isinstance((more or pipe.receive(None))[0], Shutdown):
         return
+    if config.model == "fake-broken":
+        pipe.send([Fatal("CUDA error: an illegal memory access was encountered")])
+        time.sleep(600)
     if config.model == "fake-fatal":
         pipe.send([Fatal("the fake model has no weights")])
         return
@@ -181,9 +186,14 @@ def main() -> None:
     core = FakeCore()
     while True:
         busy = core.running or core.waiting
-        for command in pipe.receive(0.0 if busy else None):
+        commands = pipe.receive(0.0 if busy else HEARTBEAT_S)
+        if not busy and not commands:
+            pipe.send([core.step()])
+        for command in commands:
             if isinstance(command, Shutdown):
                 return
+            if isinstance(command, SetTracing):
+                continue
             if (reject := core.take(command)) is not None:
                 pipe.send([reject])
         if core.running or core.waiting:

@@ -15,8 +15,8 @@ from tests.service.frontends import stack
 from tests.waiting import until
 from tidemill.client import AsyncClient
 from tidemill.exchange import CallOptions
-from tidemill.runtime.telemetry import parse
 from tidemill.sampling_params import SamplingParams
+from tidemill.telemetry.context import parse
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 ABOVE = "00f067aa0ba902b7"

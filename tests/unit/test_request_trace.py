@@ -14,15 +14,16 @@ class Recorder:
     """Tracer and span in one; keeps the attributes of its end."""
 
     recording = True
+    context = None
 
     def __init__(self) -> None:
         self.attributes: dict[str, Any] = {}
 
-    def start(self, *_: Any, **__: Any) -> Recorder:
-        return self
-
     def child(self, *_: Any, **__: Any) -> Recorder:
         return Recorder()
+
+    def event(self, *_: Any) -> None:
+        """Not looked at."""
 
     def end(self, *, attributes: dict[str, Any] | None = None, **_: Any) -> None:
         self.attributes = attributes or {}
@@ -42,7 +43,7 @@ def traced(
     )
     usage = Usage(prompt_len, 0, num_output, 1 + num_denoised, num_denoised, 0)
     recorder = Recorder()
-    end = trace_request(recorder, submit, ("", ""), block)  # type: ignore[arg-type]
+    end = trace_request(recorder, submit, block, 1)  # type: ignore[arg-type]
     end(Finish(FinishReason.LENGTH, None, "", usage, Timings(0, 0, 0, 0)))
     return recorder.attributes
 

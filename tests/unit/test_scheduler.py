@@ -118,7 +118,7 @@ class Desk:
         plan = self.scheduler.schedule()
         ran = {}
         if plan is not None:
-            running = self.scheduler._planner._running.values()
+            running = self.scheduler.planner._running.values()
             keys = {request.row: request.key for request in running}
             ran = {keys[span.row]: (span.start, span.stop) for span in plan.spans}
             self.scheduler.apply(plan, self.decide(plan))
@@ -202,11 +202,11 @@ def test_prompts_are_not_starved_by_decoding_rows() -> None:
     desk = Desk(num_pages=200, token_budget=BLOCK, logit_budget=BLOCK, max_rows=3)
     desk.submit(1, BLOCK, 400, "block_diffusion")
     desk.step()
-    planner = desk.scheduler._planner
+    planner = desk.scheduler.planner
     desk.submit(2, 24, 4)
     # Let the prompt in beside a row that could take every step's whole budget.
-    waiting = next(iter(planner._waiting))
-    planner._waiting.start(waiting, 24)
+    waiting = next(iter(planner.waiting))
+    planner.waiting.start(waiting, 24)
     waiting.row = planner._free_rows.pop()
     planner._running[2] = waiting
     for _ in range(12):

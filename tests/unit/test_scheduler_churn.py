@@ -46,7 +46,7 @@ class Crowd:
     @property
     def keys(self) -> dict[int, int]:
         """Row to key of everything that holds a row."""
-        running = self.desk.scheduler._planner._running.values()
+        running = self.desk.scheduler.planner._running.values()
         return {request.row: request.key for request in running}
 
     def operate(self) -> None:

@@ -15,7 +15,7 @@ from frontend.api.sse import EventStream
 from frontend.config import FrontendConfig
 from frontend.desk import FrontDesk
 from frontend.gate import Gate
-from tidemill.runtime.telemetry import Tracer
+from tidemill.telemetry.tracer import Tracer
 
 PIECES = [b"data: 1\n\n", b"data: 2\n\n", b"data: 3\n\n"]
 

@@ -1,0 +1,128 @@
+"""What is measured and traced of requests and steps. It changes nothing about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine_service.config import EngineConfig
+from engine_service.core.messages import EngineFacts, Finish, SetTracing, StepTrace, Submit
+from engine_service.server.core_client import Ended
+from engine_service.server.metrics import EngineMetrics, Reading
+from engine_service.server.request_trace import POOL_SPAN, SPAN, trace_request
+from tidemill.runtime.errors import InvalidRequest, ServiceError
+from tidemill.telemetry.context import TraceContext, parse
+from tidemill.telemetry.tracer import Tracer
+
+STEPS_LEVEL = 2
+MAX_LEVEL = 3
+
+
+class _Watched:
+    """One sequence from its submission to its end."""
+
+    __slots__ = ("context", "key", "submit")
+
+    def __init__(self, submit: Submit, context: TraceContext | None) -> None:
+        self.submit = submit
+        self.context = context
+        self.key = 0
+
+
+class Observer:
+    """Owns the metrics, the trace level and the spans. Nothing is done per token."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tracer: Tracer,
+        *,
+        read: Callable[[], Reading],
+        trace_steps: Callable[[SetTracing], None],
+    ) -> None:
+        """`trace_steps` tells the core which steps to take down; raises InvalidRequest for a
+        trace level that does not exist."""
+        self.metrics = EngineMetrics(read)
+        self._tracer = tracer
+        self._every = config.trace_step_every
+        self._trace_steps = trace_steps
+        self._live: dict[int, TraceContext] = {}
+        self._level = _checked(config.trace_level)
+
+    @property
+    def trace_level(self) -> int:
+        """0: no spans; 1: requests; 2: and steps; 3: and blocks."""
+        return self._level
+
+    def set_trace_level(self, level: int) -> None:
+        """From the next request and step on; raises InvalidRequest for one outside of 0 to 3."""
+        self._level = _checked(level)
+        self.tell_core()
+
+    def tell_core(self) -> None:
+        """What the core is to take down of its steps; call it when the core is ready."""
+        is_on = self._tracer.exports and self._level > 0
+        self._trace_steps(
+            SetTracing(is_on and self._level >= STEPS_LEVEL, self._every if is_on else 0)
+        )
+
+    def refused(self, error: ServiceError, facts: EngineFacts | None) -> None:
+        """A sequence was refused before it reached the core."""
+        self.metrics.rejected("" if facts is None else facts.model_id, error)
+
+    def begin(
+        self, submit: Submit, parent: tuple[str, str], facts: EngineFacts
+    ) -> tuple[Submit, Ended, Callable[[int], None]]:
+        """Opens the SERVER span below (traceparent, tracestate).
+
+        Returns the sequence as the core is to see it, what is to be told of its end, and what is
+        to be told of its key.
+        """
+        above = parse(*parent)
+        traces: Ended | None = None
+        watched = _Watched(submit, above)
+        if self._level > 0 and self._tracer.exports:
+            name = SPAN if submit.pool is None else POOL_SPAN
+            span = self._tracer.start(name, above, start_ns=submit.arrival_ns)
+            if span.recording:
+                watched.context = span.context
+                watched.submit = submit = replace(submit, traced=True)
+                traces = trace_request(span, submit, facts.block_length, self._level)
+
+        def ended(outcome: Finish | ServiceError) -> None:
+            self._live.pop(watched.key, None)
+            self.metrics.ended(facts.model_id, watched.submit, outcome, watched.context)
+            if traces is not None:
+                traces(outcome)
+
+        def began(key: int) -> None:
+            watched.key = key
+            if submit.traced and watched.context is not None:
+                self._live[key] = watched.context
+
+        return submit, ended, began
+
+    def stepped(self, step: StepTrace) -> None:
+        """The span of a step, linked with those it worked for, and rank 0's part of it."""
+        members = [self._live[key] for key in step.keys if key in self._live]
+        span = self._tracer.start_linked("engine.step", members, start_ns=step.planned_ns)
+        forward = span.child("tp.forward", start_ns=step.launched_ns)
+        forward.end(attributes={"tidemill.rank": 0}, end_ns=step.collected_ns)
+        span.end(
+            attributes={
+                "tidemill.step": step.seq,
+                "tidemill.rows": step.num_rows,
+                "tidemill.new_rows": step.num_new_rows,
+                "tidemill.tokens": step.num_tokens,
+                "tidemill.decided": step.num_decided,
+            },
+            end_ns=step.collected_ns,
+        )
+
+
+def _checked(level: int) -> int:
+    if not 0 <= level <= MAX_LEVEL:
+        raise InvalidRequest(
+            f"trace level {level} does not exist; pass 0 (off) to {MAX_LEVEL}", param="trace_level"
+        )
+    return level
