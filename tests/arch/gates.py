@@ -25,6 +25,7 @@ STUB_IMPORTERS = (
     (r"tidemill/commands/engine_state\.py", r"engine_pb2(_grpc)?"),
     (r"tidemill/bench/(stack|clock_engine)\.py", r"engine_pb2(_grpc)?"),
     (r"tidemill/bench/chats\.py", r"(engine|text)_pb2"),
+    (r"tidemill/bench/traffic/(grpc_face|look_up)\.py", r"text_pb2(_grpc)?"),
     (r"tidemill/runtime/\w+\.py", r"\w+_pb2_grpc"),
 )
 """Which files may import which generated modules; nobody else may import any."""

@@ -31,11 +31,27 @@ NOT_MEASURED = frozenset(
         "otlp_endpoint",
         "prefix_caching",
         "reflection",
+        "tls_cert",
+        "tls_client_ca",
+        "tls_key",
         "tokenizer",
     }
 )
 """Fields of EngineConfig that are no flags of a benchmark: they belong to the service, or would let
 the second run of a set find the first one's prompts."""
+NOT_SERVED = frozenset(
+    {
+        "drain_timeout_s",
+        "engine_port",
+        "host",
+        "log_level",
+        "reflection",
+        "tls_cert",
+        "tls_client_ca",
+        "tls_key",
+    }
+)
+"""The same for a benchmark that starts services on loopback: it chooses these itself."""
 
 
 @dataclass(frozen=True, slots=True)

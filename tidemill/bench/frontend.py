@@ -24,7 +24,7 @@ from tidemill.bench.chats import grpc_chat, grpc_path, http_chat
 from tidemill.bench.clock import write_clock
 from tidemill.bench.clock_engine import ClockEngine, clock_engine
 from tidemill.bench.load import Plan, Seen, generate_load
-from tidemill.bench.serve import percentiles_ms
+from tidemill.bench.percentiles import percentiles_ms
 from tidemill.bench.services import Services, running_frontends
 
 _MODEL = Path(tidemill.__file__).parent / "builtin" / "demo"

@@ -13,12 +13,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
 from engine_service.config import EngineConfig
+from tidemill.bench.shapes import read_shape, shape_folder
+from tidemill.bench.tokenizer import write_tokenizer
 from tidemill.runtime.options import flag_of, settings_of
 
 _HOST = "127.0.0.1"
@@ -54,6 +56,20 @@ def running_services(config: EngineConfig, num_frontends: int) -> Iterator[Servi
     beside = [_frontend(engine_port)] * (num_frontends - 1)
     with _started([["serve", *flags], *beside]) as (processes, ports, grpc_ports):
         yield Services(ports, grpc_ports, _roles(processes))
+
+
+@contextmanager
+def services_of(config: EngineConfig, num_frontends: int, shape: str | None) -> Iterator[Services]:
+    """The same; a shape gets random weights and a tokenizer of its size instead of a model."""
+    if shape is None:
+        with running_services(config, num_frontends) as services:
+            yield services
+        return
+    with shape_folder(shape) as folder:
+        write_tokenizer(folder, read_shape(shape)["vocab_size"])
+        config = replace(config, model=str(folder), load_format="dummy")
+        with running_services(config, num_frontends) as services:
+            yield services
 
 
 @contextmanager

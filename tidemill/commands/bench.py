@@ -16,18 +16,19 @@ from typing import NamedTuple
 
 from engine_service.config import EngineConfig
 from tidemill.bench.context import context
-from tidemill.bench.engines import NOT_MEASURED
+from tidemill.bench.engines import NOT_MEASURED, NOT_SERVED
 from tidemill.commands.spellings import ours
 from tidemill.runtime import options
 
 
 class Benchmark(NamedTuple):
     """The dataclass of its flags in tidemill.bench.<name>, what it measures, and whether `run`
-    takes an EngineConfig beside them."""
+    takes an EngineConfig beside them, of which some fields are not to be chosen."""
 
     options: str
     text: str
     takes_engine: bool = True
+    hidden: frozenset[str] = NOT_MEASURED
 
 
 BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
@@ -44,8 +45,16 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "quality": Benchmark(
             "QualityOptions", "exact match per task, and tokens per forward", False
         ),
+        "online": Benchmark(
+            "OnlineOptions", "throughput of HTTP streams beside the same requests offline"
+        ),
         "serve": Benchmark(
-            "ServeOptions", "throughput of HTTP streams beside the same requests offline"
+            "ServeOptions",
+            "load on a running server: latencies, throughput, goodput",
+            hidden=NOT_SERVED,
+        ),
+        "tracing": Benchmark(
+            "TracingOptions", "CPU per request with tracing off, sampled, always", False
         ),
         "stack": Benchmark(
             "StackOptions", "the services around a simulated model of fixed step time", False
@@ -69,14 +78,14 @@ def run(argv: Sequence[str]) -> int:
     """Runs the benchmark that the first word names; `--json FILE` keeps its figures."""
     name, *rest = argv or ["--help"]
     if name not in BENCHMARKS:
-        lines = [f"  {name:<12} {text}" for name, (_, text, _) in BENCHMARKS.items()]
+        lines = [f"  {name:<12} {one.text}" for name, one in BENCHMARKS.items()]
         print("usage: tidemill bench NAME [--json FILE] [--flag VALUE ...]\n", *lines, sep="\n")
         return 0 if name in ("-h", "--help") else 2
     module, benchmark = import_module(f"tidemill.bench.{name}"), BENCHMARKS[name]
     kinds = [getattr(module, benchmark.options), Report]
     hidden: frozenset[str] = frozenset()
     if benchmark.takes_engine:
-        kinds, hidden = [*kinds, EngineConfig], NOT_MEASURED
+        kinds, hidden = [*kinds, EngineConfig], benchmark.hidden
     prog = f"tidemill bench {name}"
     chosen, report, *engine = options.parse(kinds, ours(rest), prog=prog, hidden=hidden)
     figures = module.run(chosen, *engine)

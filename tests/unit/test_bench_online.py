@@ -1,4 +1,4 @@
-"""The parts of `bench serve`: the synthetic tokenizer, and what a client counts in a stream."""
+"""The parts of `bench online`: the synthetic tokenizer, and what a client counts in a stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from engine_service.config import EngineConfig
 from frontend.tokenizer import TextTokenizer
 from tests.waiting import PATIENCE_S
-from tidemill.bench import serve
+from tidemill.bench import online
 from tidemill.bench.streams import Observed, Request, Stream, joined
 from tidemill.bench.tokenizer import words, write_tokenizer
 from tidemill.runtime.errors import InvalidRequest
@@ -125,13 +125,6 @@ def test_a_vocabulary_has_to_fit() -> None:
             words(size)
 
 
-def test_percentiles_are_values_that_were_seen() -> None:
-    hundred = [number / 1000 for number in range(100, 0, -1)]
-    assert serve.percentiles_ms(hundred) == {"p50": 50.0, "p90": 90.0, "p99": 99.0}
-    assert serve.percentiles_ms([0.25]) == {"p50": 250.0, "p90": 250.0, "p99": 250.0}
-    assert serve.percentiles_ms([]) == {}
-
-
 def test_every_frontend_needs_a_stream() -> None:
     with pytest.raises(InvalidRequest, match="needs a stream"):
-        serve.run(serve.ServeOptions(concurrency=2, frontends=3), EngineConfig())
+        online.run(online.OnlineOptions(concurrency=2, frontends=3), EngineConfig())

@@ -1,0 +1,45 @@
+"""`tidemill bench online` from end to end: real processes, a simulated model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_bench_runs import SHAPE
+from tidemill.commands import bench
+
+REQUESTS, INPUT_LEN, OUTPUT_LEN, STEP_MS = 24, 20, 50, 20
+
+
+@pytest.mark.slow
+def test_online_beside_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two frontends carry the simulated rate; every process says what it spent."""
+    shape, file = tmp_path / "config.json", tmp_path / "figures.json"
+    shape.write_text(json.dumps(SHAPE | {"vocab_size": 12_000}))
+    words = {
+        "shape": shape,
+        "executor": "simulated",
+        "simulated-step-ms": STEP_MS,
+        "requests": REQUESTS,
+        "input-len": INPUT_LEN,
+        "output-len": OUTPUT_LEN,
+        "concurrency": 8,
+        "frontends": 2,
+        "repeats": 1,
+        "json": file,
+    }
+    assert bench.run(["online", *(f"--{name}={value}" for name, value in words.items())]) == 0
+    found = json.loads(file.read_text())
+    (row,) = found["sets"]
+    assert (found["max_rows"], row["output_tokens"]) == (8, REQUESTS * OUTPUT_LEN)
+    least_s = REQUESTS / 8 * OUTPUT_LEN * STEP_MS / 1000
+    for kind in ("offline", "online"):
+        assert least_s <= row[kind]["seconds"] < 3 * least_s
+    assert row["ratio"] == pytest.approx(row["offline"]["seconds"] / row["online"]["seconds"], 0.01)
+    online = row["online"]
+    assert online["between_deliveries_ms"]["p50"] == pytest.approx(STEP_MS, rel=0.5)
+    roles = {"supervisor", "engine server", "rank 0", "frontend 0", "frontend 1", "busiest client"}
+    assert online["cpu_share"].keys() == online["cpu_us_per_token"].keys() == roles
+    assert "of offline" in capsys.readouterr().out
