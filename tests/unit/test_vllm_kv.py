@@ -12,12 +12,12 @@ def stored(first: int, count: int, *, parent: bytes = b"", salt: str = "") -> Pa
     """Units of two tokens, named and filled by their number."""
     numbers = range(first, first + count)
     token_ids = struct.pack(f"<{2 * count}I", *(t for n in numbers for t in (n, n + 100)))
-    hashes = tuple(n.to_bytes(8, "little") + b"rest" for n in numbers)
+    hashes = tuple(b"rest" + n.to_bytes(8, "big") for n in numbers)
     return PagesStored(hashes, parent, token_ids, 2, salt)
 
 
 def test_what_a_step_changed() -> None:
-    parent = (7).to_bytes(8, "little") + b"rest"
+    parent = b"rest" + (7).to_bytes(8, "big")
     events = [stored(8, 2, parent=parent, salt="s"), PagesRemoved((parent,)), CacheCleared()]
     batch = KvWire().batch(41, 2.5, events)
     assert (batch.sequence_number, batch.timestamp) == (41, 2.5)

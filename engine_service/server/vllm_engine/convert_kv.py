@@ -1,7 +1,6 @@
 """What the prefix index holds, as the KV events of the gateways' contract.
 
-A gateway hashes token ids itself; a block's own hash only has to name it, so the first 64 bits of
-ours do. A block of theirs is a unit of ours.
+A block of theirs is a unit of ours.
 """
 
 from __future__ import annotations
@@ -66,7 +65,9 @@ class KvWire:
         cuts = pairwise(range(0, len(token_ids) + 1, event.unit))
         blocks = [
             self._common.KvBlock(
-                block_hash=_number(digest), token_ids=token_ids[start:stop], block_size=event.unit
+                block_hash=_number(digest),
+                token_ids=token_ids[start:stop],
+                block_size=event.unit,
             )
             for digest, (start, stop) in zip(event.hashes, cuts, strict=True)
         ]
@@ -79,4 +80,5 @@ class KvWire:
 
 
 def _number(digest: bytes) -> int:
-    return int.from_bytes(digest[:8], "little", signed=True)
+    """The same 64 bits as over ZeroMQ, with a sign: so this contract has it."""
+    return int.from_bytes(digest[-8:], "big", signed=True)
