@@ -159,7 +159,7 @@ class TextServicer(PoolMethods):
             raise
         finally:
             seconds = asyncio.get_running_loop().time() - received
-            self._ended(f"{SERVICE}/{method}", span, failure, seconds)
+            self._ended(f"{self.service}/{method}", span, failure, seconds)
 
     def _ended(
         self, method: str, span: Span, failure: BaseException | None, seconds: float

@@ -17,7 +17,7 @@ GENERATED = ("tidemill.v1.", "tidemill.oip.", "smg_grpc_proto.generated.")
 STUB_IMPORTERS = (
     (r"engine_service/server/convert(_\w+)?\.py", r"engine_pb2"),
     (r"engine_service/server/(launch|sideline|servicer\w*)\.py", r"engine_pb2_grpc"),
-    (r"engine_service/server/vllm_engine/convert_out\.py", r"common_pb2|vllm_engine_pb2(_grpc)?"),
+    (r"engine_service/server/vllm_engine/convert_\w+\.py", r"(common|vllm_engine)_pb2(_grpc)?"),
     (r"frontend/engine_(client|convert|events|pool|slots)\.py", r"engine_pb2(_grpc)?"),
     (r"frontend/api/grpc_text\w*\.py", r"(engine|text)_pb2(_grpc)?"),
     (r"frontend/api/grpc_oip\w*\.py", r"open_inference_pb2"),

@@ -6,17 +6,20 @@ python -m tests.golden.record
 from __future__ import annotations
 
 import asyncio
+import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from tests.golden.contract import IMAGE, Contract, Frame, frame, stored, write_frames
-from tests.golden.peer import peer
+from tests.golden.peer import Heard, peer
 from tests.service.engine_fixtures import engine, session, stubs
 from tests.service.frontends import frontend_for
+from tests.service.test_engine_kv_events import SMALL, real_engine, traffic
 from tests.waiting import PATIENCE_S
 from tidemill.client import AsyncClient
 from tidemill.runtime.errors import ServiceError
@@ -74,6 +77,24 @@ async def text_calls(port: int) -> None:
         raise AssertionError("a model that is not there was found")
 
 
+async def kv_calls(contract: Contract, heard: Heard) -> None:
+    """What a prefix index holds, and one change of it."""
+    rng = random.Random(0)
+    with tempfile.TemporaryDirectory() as folder:
+        async with (
+            real_engine(Path(folder), **SMALL) as server,
+            peer(server.port, contract, heard) as (port, _),
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            await traffic(server, rng, 2)
+            events = engine_pb2_grpc.KvEventServiceStub(channel)
+            following = events.Subscribe(engine_pb2.SubscribeRequest())
+            await following.read()
+            await traffic(server, rng, 6)
+            await following.read()
+            following.cancel()
+
+
 async def rest_of(stream: Any) -> None:
     async for _ in stream:
         pass
@@ -97,6 +118,7 @@ async def record() -> list[Frame]:
         await raw_calls(port)
         assert await frontend.desk.engine.wait_ready(PATIENCE_S)
         await text_calls(public)
+    await kv_calls(contract, heard)
     return frames
 
 

@@ -127,6 +127,22 @@ async def test_aborts_by_id_and_by_leaving() -> None:
         await until(lambda: server.desk.core.finished[FinishReason.ABORTED] == 2)
 
 
+async def test_the_callers_trace_goes_on() -> None:
+    async with engine(vllm_facade=True) as server, facade(server) as stub:
+        submit, seen = server.desk.submit, list[Any]()
+
+        def noting(*given: Any) -> int:
+            seen.append(given[3])
+            return submit(*given)
+
+        server.desk.submit = noting  # type: ignore[method-assign]
+        parent = f"00-{'a' * 32}-{'b' * 16}-01"
+        metadata = (("traceparent", parent), ("tracestate", "x=y"))
+        await rest(stub.Generate(asked(1), metadata=metadata))
+        await rest(stub.Generate(asked(1)))
+        assert seen == [(parent, "x=y"), ("", "")]
+
+
 async def test_embeddings() -> None:
     async with engine(vllm_facade=True) as server, facade(server) as stub:
         request = pb.EmbedRequest(tokenized=pb.TokenizedInput(input_ids=[9, 8, 7]))
@@ -188,20 +204,18 @@ async def test_every_rpc_of_the_contract_answers() -> None:
     rpcs = {one.name for one in pb.DESCRIPTOR.services_by_name["VllmEngine"].methods}
     served = {
         "Generate", "Embed", "HealthCheck", "Abort", "GetModelInfo", "GetServerInfo", "GetLoads",
-        "GetTokenizer",
+        "GetTokenizer", "SubscribeKvEvents",
     }  # fmt: skip
     refused = {
         "FlushCache": common_pb2.FlushCacheRequest(),
         "StartProfile": common_pb2.StartProfileRequest(),
         "StopProfile": common_pb2.StopProfileRequest(),
-        "SubscribeKvEvents": common_pb2.SubscribeKvEventsRequest(),
     }
     assert rpcs == served | set(refused)
     async with engine(vllm_facade=True) as server, facade(server) as stub:
         for name, request in refused.items():
-            call = getattr(stub, name)(request)
             with pytest.raises(grpc.aio.AioRpcError, match=name) as caught:
-                await (call.read() if name == "SubscribeKvEvents" else call)
+                await getattr(stub, name)(request)
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
             assert "VllmEngine" in caught.value.details()
 

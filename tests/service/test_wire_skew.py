@@ -90,7 +90,14 @@ def test_they_hold_a_session_and_the_text_service() -> None:
         "handles", "counts", "token_ids", "logprobs", "finished", "canvas",
     }  # fmt: skip
     methods = {one.method.rpartition("/")[2] for one in frames}
-    assert methods >= {"WatchState", "GetEngineInfo", "Generate", "GenerateStream", "ChatStream"}
+    assert methods >= {
+        "Subscribe",
+        "WatchState",
+        "GetEngineInfo",
+        "Generate",
+        "GenerateStream",
+        "ChatStream",
+    }
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
     page = {str(path.relative_to(ROOT)) for path in (ROOT / "frontend" / "web").iterdir()}
     assert "frontend/web/index.html" in page <= names
     assert {"tidemill/v1/engine_pb2.pyi", "tidemill/py.typed"} <= names
+    assert "tidemill/oip/open_inference_pb2.pyi" in names
     for proto in ("engine.proto", "text.proto"):
         assert any(name.endswith(f"proto/tidemill/v1/{proto}") for name in names)
     assert not [name for name in names if name.startswith("tests/") or "__pycache__" in name]

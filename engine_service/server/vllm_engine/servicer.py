@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -28,6 +29,7 @@ from engine_service.server.vllm_engine.convert_in import (
     to_stops,
     to_submits,
 )
+from engine_service.server.vllm_engine.convert_kv import KvWire
 from engine_service.server.vllm_engine.convert_out import Wire
 from engine_service.server.vllm_engine.outputs import Outputs
 from engine_service.server.vllm_engine.text import StopWatch, TextEdge, encode
@@ -58,6 +60,7 @@ class VllmEngineServicer:
     def __init__(self, desk: Desk, wire: Wire) -> None:
         self._desk = desk
         self._wire = wire
+        self._kv = KvWire()
         self._text = TextEdge()
 
     async def Generate(self, request: Any, context: Any) -> None:
@@ -138,10 +141,35 @@ class VllmEngineServicer:
             for chunk in self._wire.tokenizer_chunks(archive, sha256, bundle.CHUNK_BYTES):
                 await context.write(chunk)
 
+    async def SubscribeKvEvents(self, request: Any, context: Any) -> None:
+        """Everything that is held, then what changes; for a subscriber that was here before, what
+        it missed, or everything anew where that is not known any more."""
+        async with answering(context):
+            self._desk.open_facts()
+            last_seq = request.start_sequence_number
+            next_seq = last_seq + 1 if last_seq else await self._show_index(context)
+            while not await self._follow(next_seq, context):
+                next_seq = await self._show_index(context)
+
     FlushCache = _unserved("FlushCache", "use tidemill.v1.AdminService")
     StartProfile = _unserved("StartProfile", "use tidemill.v1.AdminService")
     StopProfile = _unserved("StopProfile", "use tidemill.v1.AdminService")
-    SubscribeKvEvents = _unserved("SubscribeKvEvents", "this engine publishes no KV events here")
+
+    async def _show_index(self, context: Any) -> int:
+        """Tells everything that is held; returns the number of the batch behind it."""
+        seq, events = await self._desk.kv_feed.show()
+        for chunk in self._kv.snapshot(seq, time.time(), events):
+            await context.write(chunk)
+        return seq + 1
+
+    async def _follow(self, seq: int, context: Any) -> bool:
+        """Tells what changes, to the end of the feed. False: batch `seq` or a later one is lost."""
+        async with aclosing(self._desk.kv_feed.follow(seq)) as batches:
+            async for batch in batches:
+                if batch.is_snapshot:
+                    return False
+                await context.write(self._kv.batch(batch.seq, batch.unix_s, batch.events))
+        return True
 
     async def _prompt(self, request: Any) -> Any:
         if request.WhichOneof("input") == "tokenized":
