@@ -26,9 +26,9 @@ $(STAMP): $(LOCK) pyproject.toml
 	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-proto: setup ## regenerate tidemill/v1 from proto/
+proto: setup ## regenerate tidemill/v1 and tidemill/oip from proto/
 	$(BIN)/buf lint
-	$(PY) -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/tidemill/v1/*.proto
+	$(PY) -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/tidemill/*/*.proto
 
 fmt: setup ## format and sort imports
 	$(BIN)/ruff check --fix --quiet .

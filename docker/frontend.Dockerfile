@@ -4,20 +4,27 @@
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 FROM ${BASE_IMAGE} AS build
+# EndpointSlices are read with a library of their own; EXTRAS=frontend leaves it out.
+ARG EXTRAS=frontend,kubernetes
 WORKDIR /src
 RUN python3 -m venv /venv
-COPY requirements/frontend.lock requirements/
-# A mirror of the package index, with its password if it has one, comes as a secret (id pip, a
-# pip.conf) and stays out of the image.
-RUN --mount=type=secret,id=pip,target=/etc/pip.conf,required=false \
-    /venv/bin/pip install --quiet --no-cache-dir -r requirements/frontend.lock
+COPY requirements requirements
 COPY pyproject.toml README.md LICENSE ./
+# Dependencies first: they change rarely, so they get a layer of their own. A mirror of the package
+# index, with its password if it has one, comes as a secret (id pip, a pip.conf) and stays out of the
+# image.
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf,required=false \
+    mkdir tidemill && printf '__version__ = "0"\n' > tidemill/__init__.py \
+    && /venv/bin/pip install --quiet --no-cache-dir -r requirements/frontend.lock \
+    && /venv/bin/pip install --quiet --no-cache-dir --no-build-isolation \
+        -c requirements/cpu.lock ".[${EXTRAS}]"
 COPY proto proto
 COPY tidemill tidemill
 COPY engine_service engine_service
 COPY frontend frontend
 # pip stays behind: nothing installs anything in a running container.
-RUN /venv/bin/pip install --quiet --no-cache-dir --no-deps --no-build-isolation . \
+RUN /venv/bin/pip install --quiet --no-cache-dir --no-deps --no-build-isolation \
+        --force-reinstall . \
     && /venv/bin/pip check \
     && /venv/bin/pip uninstall --quiet --yes pip setuptools
 

@@ -82,6 +82,8 @@ class EngineConfig:
     """Address to listen on."""
     engine_port: int = 50061
     """Port of the engine's gRPC services; 0 takes a free one."""
+    vllm_facade: bool = False
+    """Serve vllm.grpc.engine.VllmEngine too, by which gateways such as SMG drive an engine."""
     tls_cert: str | None = None
     """PEM file of this server's certificate and its chain; TLS on all ports but --health-port. Read
     again when it changes, like the next two."""

@@ -14,6 +14,7 @@ import grpc
 import uvicorn
 
 from frontend.api.grpc_gate import GateInterceptor
+from frontend.api.grpc_oip import OIP_SERVICE, add_oip_service
 from frontend.api.grpc_text import SERVICE, add_text_service
 from frontend.api.routes import build_http
 from frontend.config import FrontendConfig
@@ -140,7 +141,9 @@ class FrontendServer:
     async def _open(self, listener: socket.socket) -> None:
         config = self._config
         add_text_service(self.desk, self._grpc, self._gate)
-        await self._health.register(self._grpc, reflection=(SERVICE,) if config.reflection else ())
+        add_oip_service(self.desk, self._grpc, self._gate)
+        names = (SERVICE, OIP_SERVICE)
+        await self._health.register(self._grpc, reflection=names if config.reflection else ())
         self._health.tell("liveness", True)
         credentials = self._tls.grpc_credentials() if self._tls else None
         self.grpc_port = bind(

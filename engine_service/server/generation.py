@@ -6,9 +6,10 @@ It does not know the core's pipe.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from engine_service.core.messages import FinishReason, Submit
+from engine_service.core.messages import Abort, FinishReason, Submit
 from engine_service.server.convert import to_choices
 from engine_service.server.convert_out import responses
 from engine_service.server.desk import Desk
@@ -32,17 +33,36 @@ class Generation:
         """Raises the ServiceError that is the call's status."""
         self._desk.check_open()
         submits = to_choices(request, self._stream.time_remaining())
+        trace = (request.spec.traceparent, request.spec.tracestate)
+        await self.serve(submits, trace, responses)
+
+    async def serve(
+        self,
+        submits: list[Submit],
+        trace: tuple[str, str],
+        answers: Callable[[StepRows], Iterable[Any]],
+    ) -> None:
+        """Starts the sequences, which are handles 0.. of the rows that `answers` turns into the
+        messages of the stream. Raises the ServiceError that is the call's status."""
         try:
-            self._start(submits, (request.spec.traceparent, request.spec.tracestate))
+            self._start(submits, trace)
             while items := await self._outlet.take():
                 for item in items:
                     if isinstance(item, Failure):
                         raise item.error
                     if isinstance(item, StepRows):
-                        for response in responses(item):
+                        for response in answers(item):
                             await self._stream.write(response)
         finally:
             self._release_all()
+
+    def stop(self, index: int, completion_tokens: int, text: str) -> None:
+        """The output of a sequence ends behind `completion_tokens`, where its stop string `text`
+        was found; its finish still comes."""
+        key = self._keys.get(index)
+        if key is not None:
+            abort = Abort(key, FinishReason.STOP_STRING, completion_tokens, text)
+            self._desk.core.abort(abort)
 
     def _start(self, submits: list[Submit], trace: tuple[str, str]) -> None:
         self._deadline_ns = submits[0].deadline_ns

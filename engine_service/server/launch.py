@@ -21,6 +21,7 @@ from engine_service.server.servicer import EngineServicer
 from engine_service.server.servicer_info import AdminServicer, InfoServicer, KvEventServicer
 from engine_service.server.state import SERVING, EngineState, Snapshot
 from engine_service.server.status_pages import status_pages
+from engine_service.server.vllm_engine.servicer import add_vllm_engine
 from tidemill.runtime.errors import Unavailable
 from tidemill.runtime.health import Health
 from tidemill.runtime.parsing import MalformedRequests
@@ -98,6 +99,8 @@ class EngineServer:
         engine_pb2_grpc.add_EngineInfoServiceServicer_to_server(InfoServicer(desk), server)
         engine_pb2_grpc.add_KvEventServiceServicer_to_server(KvEventServicer(), server)
         engine_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(), server)
+        if config.vllm_facade:
+            _LOG.info("serving %s for gateways", add_vllm_engine(desk, server))
         await self._health.register(server, reflection=_NAMES if config.reflection else ())
         self._open_metrics()
         credentials = self._tls.grpc_credentials() if self._tls else None

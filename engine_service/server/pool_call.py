@@ -9,7 +9,7 @@ import asyncio
 import time
 from typing import Any
 
-from engine_service.core.messages import Finish, FinishReason
+from engine_service.core.messages import Finish, FinishReason, Submit
 from engine_service.server.convert_pool import to_pool_response, to_pool_submit
 from engine_service.server.desk import Desk
 from engine_service.server.generation import CLOCK_SLACK_NS
@@ -30,7 +30,12 @@ class PoolCall:
         """The response; raises the ServiceError that is the call's status."""
         self._desk.check_open()
         submit = to_pool_submit(request, remaining_s)
-        trace = (request.traceparent, request.tracestate)
+        return to_pool_response(
+            await self.finish(submit, (request.traceparent, request.tracestate))
+        )
+
+    async def finish(self, submit: Submit, trace: tuple[str, str]) -> Finish:
+        """What ended the prompt; raises the ServiceError that is the call's status."""
         key = self._desk.submit(submit, self, 0, trace)
         try:
             outcome = await self._ended
@@ -42,7 +47,7 @@ class PoolCall:
             self._desk.core.release(key, reason)
         if isinstance(outcome, ServiceError):
             raise outcome
-        return to_pool_response(outcome)
+        return outcome
 
     # ------------------------------------------------------------ Sink
 

@@ -31,7 +31,7 @@ class InfoServicer(engine_pb2_grpc.EngineInfoServiceServicer):
             answer = convert_out.engine_info(
                 facts,
                 instance_id=desk.instance_id,
-                version=_version(),
+                version=package_version(),
                 sha256=found.sha256 if isinstance(found, TokenizerFiles) else "",
                 max_bytes=desk.config.max_message_bytes,
             )
@@ -56,7 +56,7 @@ class InfoServicer(engine_pb2_grpc.EngineInfoServiceServicer):
                 await context.write(convert_out.state_response(snapshot))
 
 
-def _version() -> str:
+def package_version() -> str:
     try:
         return version("tidemill")
     except PackageNotFoundError:

@@ -9,6 +9,7 @@ from typing import Any
 from tidemill.runtime.errors import ServiceError
 
 ANTHROPIC_PATH = "/v1/messages"
+OIP_PATHS = ("/v2/models/", "/v2/health/")
 _OVERFLOW = "CONTEXT_LENGTH_EXCEEDED"
 """Programs that shorten a conversation and try again know it by the text of the message alone."""
 _ANTHROPIC_TYPES = MappingProxyType(
@@ -35,7 +36,14 @@ def error_body(error: ServiceError, path: str) -> dict[str, Any]:
     """The error object that clients of `path` read."""
     if is_anthropic(path):
         return anthropic_error(error)
+    if path.startswith(OIP_PATHS):
+        return oip_error(error)
     return openai_error(error)
+
+
+def oip_error(error: ServiceError) -> dict[str, Any]:
+    """The Open Inference Protocol's: a text, and beside it what programs want to know."""
+    return {"error": error.message, "code": error.reason.lower(), "param": error.param}
 
 
 def openai_error(error: ServiceError) -> dict[str, Any]:

@@ -16,7 +16,12 @@ from frontend.gate import Gate, RateLimited
 from frontend.request import Ingress
 from tidemill.runtime.errors import ServiceError, Unauthenticated
 
-_HEALTH = frozenset({"/health", "/health/live", "/health/ready", "/v1/health"})
+_HEALTH = frozenset(
+    {
+        "/health", "/health/live", "/health/ready", "/v1/health", "/v2/health/live",
+        "/v2/health/ready",
+    }
+)  # fmt: skip
 _METRICS = "/metrics"
 
 

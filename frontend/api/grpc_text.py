@@ -44,6 +44,8 @@ _FOREVER_S = 1e8
 class TextServicer(PoolMethods):
     """The methods of TextService."""
 
+    service = SERVICE
+
     def __init__(self, desk: FrontDesk, gate: Gate) -> None:
         self._desk = desk
         self._gate = gate
@@ -133,7 +135,7 @@ class TextServicer(PoolMethods):
                 param="x-request-id",
             )
         above = parse_trace(metadata.get("traceparent", ""), metadata.get("tracestate", ""))
-        span = self._desk.tracer.start(f"{SERVICE}/{method}", above)
+        span = self._desk.tracer.start(f"{self.service}/{method}", above)
         received, remaining = asyncio.get_running_loop().time(), context.time_remaining()
         seconds = None if remaining is None or remaining > _FOREVER_S else remaining
         known = admitted()

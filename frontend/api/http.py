@@ -126,7 +126,7 @@ class IngressMiddleware:
     def _start_span(self, request: Request) -> Span:
         headers, path = request.headers, request.scope["path"]
         above = parse_trace(headers.get("traceparent", ""), headers.get("tracestate", ""))
-        if not path.startswith("/v1/") or request.method != "POST":
+        if not path.startswith(("/v1/", "/v2/")) or request.method != "POST":
             return Span(self._desk.tracer, above)  # probes and scrapes are not traced
         return self._desk.tracer.start(f"{request.method} {path}", above)
 

@@ -29,6 +29,7 @@ from frontend.api.http import (
 )
 from frontend.api.jobs import job_routes
 from frontend.api.messages import messages_routes
+from frontend.api.oip_routes import oip_routes
 from frontend.api.openai_request import parse
 from frontend.api.openai_schema import ChatBody, CompletionBody
 from frontend.api.page import page_routes
@@ -83,6 +84,7 @@ def build_http(desk: FrontDesk, gate: Gate) -> FastAPI:
     app.include_router(health_routes(desk))
     app.include_router(job_routes(desk))
     app.include_router(messages_routes(desk))
+    app.include_router(oip_routes(desk))
     app.include_router(rerank_routes(desk))
     app.include_router(responses_routes(desk))
     app.include_router(page_routes(desk))

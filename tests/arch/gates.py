@@ -13,11 +13,14 @@ PACKAGES = ("tidemill", "frontend", "engine_service")
 FILE_LINES, KERNEL_LINES, TEST_LINES = 300, 400, 400
 FUNCTION_LINES, INIT_LINES, RUNTIME_LINES = 50, 12, 540
 
+GENERATED = ("tidemill.v1.", "tidemill.oip.", "smg_grpc_proto.generated.")
 STUB_IMPORTERS = (
     (r"engine_service/server/convert(_\w+)?\.py", r"engine_pb2"),
     (r"engine_service/server/(launch|servicer\w*)\.py", r"engine_pb2_grpc"),
+    (r"engine_service/server/vllm_engine/convert_out\.py", r"common_pb2|vllm_engine_pb2(_grpc)?"),
     (r"frontend/engine_(client|convert|events|pool|slots)\.py", r"engine_pb2(_grpc)?"),
     (r"frontend/api/grpc_text\w*\.py", r"(engine|text)_pb2(_grpc)?"),
+    (r"frontend/api/grpc_oip\w*\.py", r"open_inference_pb2"),
     (r"tidemill/client\.py", r"(engine|text)_pb2(_grpc)?"),
     (r"tidemill/commands/engine_state\.py", r"engine_pb2(_grpc)?"),
     (r"tidemill/bench/(stack|clock_engine)\.py", r"engine_pb2(_grpc)?"),
@@ -29,7 +32,8 @@ STUB_IMPORTERS = (
 
 OPTIONAL_WHEELS = {
     "flash_attn", "flash_attn_interface", "grpc_reflection", "huggingface_hub",
-    "kubernetes_asyncio", "opentelemetry", "sentencepiece", "tqdm", "transformers",
+    "kubernetes_asyncio", "opentelemetry", "sentencepiece", "smg_grpc_proto", "tokenizers", "tqdm",
+    "transformers",
 }  # fmt: skip
 """What only some installations have, or only some runs need."""
 
@@ -49,7 +53,7 @@ def sources(root: Path, *tops: str) -> Iterator[tuple[str, str]]:
     for top in tops or PACKAGES:
         for path in sorted((root / top).rglob("*.py")):
             name = path.relative_to(root).as_posix()
-            if not name.startswith("tidemill/v1/"):
+            if not name.startswith(("tidemill/v1/", "tidemill/oip/")):
                 yield name, path.read_text()
 
 
@@ -114,7 +118,7 @@ def stray_stubs(root: Path) -> list[str]:
     for name, tree in trees(root):
         allowed = next((stubs for path, stubs in STUB_IMPORTERS if re.fullmatch(path, name)), "$")
         for node in ast.walk(tree):
-            stubs = [m.split(".")[2] for m in _imported(node) if m.startswith("tidemill.v1.")]
+            stubs = [m.split(".")[2] for m in _imported(node) if m.startswith(GENERATED)]
             line = getattr(node, "lineno", 0)
             found += [f"{name}:{line} {s}" for s in stubs if not re.fullmatch(allowed, s)]
     return found

@@ -75,7 +75,8 @@ def example(field: FieldDescriptor) -> Any:
     """A value that asks for something."""
     inner = field.message_type
     if inner is not None and inner.GetOptions().map_entry:
-        return {3: 0.5}
+        value = inner.fields_by_name["value"]
+        return {example(inner.fields_by_name["key"]): {} if value.message_type else example(value)}
     if inner is not None:
         return [{}] if field.is_repeated else {"a": 1}
     values = {
