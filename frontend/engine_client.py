@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from frontend.liveness import SILENCE_S, Liveness
 from frontend.messages import EngineFacts, Load
 from frontend.messages import Sequence as EngineSequence
 from frontend.rounds import Rounds
-from tidemill import __version__
 from tidemill.runtime.errors import (
     EngineDead,
     InternalError,
@@ -36,7 +33,6 @@ from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc as rpc
 
 _LOG = logging.getLogger("tidemill.frontend.engine")
-_PROTOCOL = (1, 0)
 _ANSWER_S = 10.0
 _FIRST_BACKOFF_S = 0.25
 """An engine that is away or starting is asked this often: it costs little, and a client waits."""
@@ -242,10 +238,7 @@ class EngineClient:
         session = rpc.EngineServiceStub(self.channel).Session()
         writer: asyncio.Task[None] | None = None
         try:
-            name = f"frontend {socket.gethostname()} {os.getpid()}"
-            hello = pb.Hello(client_version=__version__, client_name=name)
-            hello.protocol_major, hello.protocol_minor = _PROTOCOL
-            await session.write(pb.SessionRequest(hello=hello))
+            await session.write(convert.hello_frame())
             async with asyncio.timeout(_ANSWER_S):
                 ack = await session.read()
             if ack is grpc.aio.EOF or ack.WhichOneof("frame") != "hello_ack":
@@ -290,6 +283,6 @@ class EngineClient:
         """Raises Unavailable when the core has been stuck for too long with requests of ours."""
         self.load = convert.to_load(report)
         self._slots.reported()
-        self._alive.reported(report.engine_silence_ms / 1000)
+        self._alive.reported(report.engine_silence_ms / 1000, is_stalled=report.stalled)
         if self._alive.is_hopeless and len(self._slots):
             raise Unavailable(f"at {self.address} {self._silence()}")

@@ -6,6 +6,8 @@ It does not know streams or sessions.
 from __future__ import annotations
 
 import hashlib
+import os
+import socket
 import sys
 from array import array
 from collections.abc import Iterable
@@ -23,6 +25,7 @@ from frontend.messages import (
     TokenLogprobs,
     Usage,
 )
+from tidemill import __version__
 from tidemill.runtime.errors import FailedPrecondition, ServiceError, from_grpc_code
 from tidemill.v1 import engine_pb2 as pb
 
@@ -32,6 +35,15 @@ _POOL_TASKS = {
     pb.POOL_TASK_SCORE: "score",
 }
 _MAX_TOKENIZER_BYTES = 256 << 20
+_PROTOCOL = (1, 0)
+
+
+def hello_frame() -> pb.SessionRequest:
+    """The first frame of a session: who is calling."""
+    hello = pb.Hello(protocol_major=_PROTOCOL[0], protocol_minor=_PROTOCOL[1])
+    hello.client_version = __version__
+    hello.client_name = f"frontend {socket.gethostname()} {os.getpid()}"
+    return pb.SessionRequest(hello=hello)
 
 
 def to_load(report: pb.LoadReport) -> Load:
@@ -113,7 +125,6 @@ def to_facts(answer: pb.GetEngineInfoResponse) -> EngineFacts:
         embedding_size=answer.pooling.dimensions,
         page_size=answer.cache.page_size,
         max_rows=answer.limits.max_rows,
-        max_queued=answer.limits.max_queued_requests,
     )
 
 

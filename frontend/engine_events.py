@@ -20,10 +20,12 @@ Event = Stored | list[bytes] | None
 
 
 class Batch(NamedTuple):
-    """Events up to number `seq`. `is_fresh`: what was known before is void."""
+    """Events up to number `seq`. `is_fresh`: what was known before is void. `is_snapshot`: a piece
+    of all there is at `seq`, and another one may follow."""
 
     seq: int
     is_fresh: bool
+    is_snapshot: bool
     events: list[Event]
 
 
@@ -34,7 +36,7 @@ async def subscribe(channel: grpc.aio.Channel, start_seq: int) -> AsyncIterator[
     try:
         async for answer in stream:
             events = [_event(one) for one in answer.events]
-            yield Batch(answer.seq, answer.gap, [one for one in events if one != []])
+            yield Batch(answer.seq, answer.gap, answer.snapshot, events)
     except grpc.RpcError as failure:
         raise to_error(failure) from failure
     finally:

@@ -53,12 +53,13 @@ class Generation:
         self._desk = desk
         self._ingress = ingress
         self._call: Call | BeamCall | None = None
-        self._route = Route(desk.engine, session_of(ingress, request.options))
         self._suffix_ids: list[int] = []
         self._is_whole = False
         self._span = ingress.span
         self.model: ServedModel = desk.model_for(request.options.model)
         request = shared_by(request, ingress.caller)
+        options = request.options
+        self._route = Route(desk.engine, session_of(ingress, options), options.fairness_key)
         self._request = with_markers(request, self.model.output)
         self.prompts: list[PromptView] = []
         self.choices: list[Choice] = []
@@ -68,7 +69,7 @@ class Generation:
     async def __aenter__(self) -> Generation:
         self._desk.entered(self)
         try:
-            self._desk.engine.check_room()
+            self._route.check_room(self._request.options.priority)
             check_request(self._request, self.model.facts, self._desk.config.max_n)
             check_tools(self._request, self.model.output, self.model.template.variables)
             self._request = with_calls(self._request, self.model.output)

@@ -11,7 +11,8 @@ SILENCE_S = 10.0
 _DOUBT_S = 5.0
 """With two missed ones it gets no new work: what would wait for its first token is still here."""
 _STUCK_S = 6.0
-"""A core that has work and says nothing for so long gets no new work either."""
+"""A core that has work and says nothing for so long gets no new work either, whatever the engine
+makes of it (its --heartbeat-timeout-s)."""
 _GIVE_UP_S = 30.0
 """What a stuck core has is given up. A long step may take as long as that, on a slow machine."""
 
@@ -22,14 +23,15 @@ class Liveness:
     def __init__(self, now: float) -> None:
         self._heard = now
         self._core_silence_s = 0.0
+        self._is_stalled = False
 
     def heard(self, now: float) -> None:
         """A frame has come."""
         self._heard = now
 
-    def reported(self, core_silence_s: float) -> None:
-        """A load report has come."""
-        self._core_silence_s = core_silence_s
+    def reported(self, core_silence_s: float, *, is_stalled: bool) -> None:
+        """A load report has come; the engine has an opinion of its own."""
+        self._core_silence_s, self._is_stalled = core_silence_s, is_stalled
 
     def excuse(self, seconds: float) -> None:
         """It was this process that slept."""
@@ -44,6 +46,6 @@ class Liveness:
         """Who says nothing although it should; '' when all is well."""
         if now - self._heard > _DOUBT_S:
             return f"no sign of life for {now - self._heard:.1f} s"
-        if self._core_silence_s > _STUCK_S:
-            return f"its core has work and has said nothing for {self._core_silence_s:.1f} s"
+        if self._is_stalled or self._core_silence_s > _STUCK_S:
+            return f"its core has said nothing for {self._core_silence_s:.1f} s"
         return ""

@@ -168,10 +168,9 @@ class EngineFacts:
     pool_tasks: tuple[str, ...] = ()
     """Of embed, classify and score, what its hidden states serve."""
     device: str = ""
-    max_queued_requests: int = 0
     embedding_size: int = 0
     page_size: int = 0
     """Tokens of a KV page; 0 where it does not say, as with the following two."""
     max_rows: int = 0
-    max_queued: int = 0
+    max_queued_requests: int = 0
     """Sequences that may wait before others are refused."""

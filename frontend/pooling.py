@@ -55,7 +55,7 @@ class PoolWalk:
         """Raises the request's ServiceError; one input that fails ends the others."""
         self._desk.entered(self)
         try:
-            self._desk.engine.check_room()
+            self._desk.engine.check_room(self._ingress.caller, self._request.priority)
             self._check()
             prompts = [await self._encode(one) for one in self._request.inputs]
             if self._ingress.use is not None:
@@ -141,7 +141,8 @@ class PoolWalk:
 
         async def ask(prompt: PoolPrompt) -> tuple[array[float], Usage]:
             async with room:
-                route = Route(self._desk.engine, self._ingress.session or self._request.user)
+                session = self._ingress.session or self._request.user
+                route = Route(self._desk.engine, session, self._ingress.caller)
                 return await route.pool(
                     prompt,
                     request_id=self._ingress.request_id,

@@ -84,7 +84,7 @@ def _health(desk: FrontDesk) -> dict[str, Any]:
 def _verdict(desk: FrontDesk) -> tuple[str, list[str]]:
     """healthy, degraded or unhealthy, and why."""
     if desk.state in ("starting", "stalled"):
-        return "unhealthy", [desk.engine.last_error if desk.state == "starting" else "stalled"]
+        return "unhealthy", [desk.engine.last_error]
     load, reasons = desk.engine.load, []
     if desk.state == "draining":
         reasons.append("draining")

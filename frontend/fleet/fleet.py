@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from frontend.fleet.discovery import Discovery
 from frontend.fleet.member import Member
 from frontend.fleet.prefixes import Prefixes
 from frontend.fleet.routing import POLICIES
+from frontend.fleet.same_model import common_facts
 from frontend.fleet.views import RequestView
 from frontend.messages import EngineFacts, Load
 from frontend.rounds import Rounds
-from tidemill.runtime.errors import FailedPrecondition, Overloaded, ServiceError, Unavailable
-from tidemill.security.client_tls import Dialer
+from tidemill.runtime.errors import Overloaded, ServiceError, Unavailable
+from tidemill.security.client_tls import Dialing
 
 _LOG = logging.getLogger("tidemill.frontend.fleet")
 _TICK_S = 0.25
@@ -42,7 +43,7 @@ class Fleet:
         discovery: Discovery,
         *,
         routing: str,
-        dial: Callable[[str], Dialer],
+        dial: Dialing,
         load_model: LoadModel,
     ) -> None:
         self._discovery = discovery
@@ -56,6 +57,8 @@ class Fleet:
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._number = 0
+        self.live: Counter[str] = Counter()
+        """Requests that engines have, by the fairness key of their client. Written by routes."""
         self.prefixes = Prefixes() if routing == "prefix_affinity" else None
 
     def start(self) -> None:
@@ -82,11 +85,13 @@ class Fleet:
 
     @property
     def state(self) -> str:
-        """ready while one engine takes requests; else draining if one finishes its own, or
-        connecting."""
+        """ready while one engine takes requests; else stalled if one is silent, draining if one
+        finishes its own, or connecting."""
         states = {one.state for one in self._members.values()}
         if states & {"ready", "ejected"}:
             return "ready"
+        if "silent" in states:
+            return "stalled"
         return "draining" if states & {"draining", "leaving"} else "connecting"
 
     @property
@@ -145,9 +150,12 @@ class Fleet:
             retry_after_ms=_RETRY_AFTER_MS,
         )
 
-    def check_room(self) -> None:
+    def check_room(self, tenant: str, priority: int) -> None:
         """Raises Overloaded when every engine's queue is full: whatever came now would be
-        tokenized and sent for nothing."""
+        tokenized and sent for nothing. Whoever has nothing there yet, or is more urgent, may ask
+        all the same: an engine gives him the place of somebody who has much."""
+        if priority > 0 or not self.live[tenant]:
+            return
         views = [one.view() for one in self.usable()]
         if views and all(one.is_full for one in views):
             waiting, most = sum(v.queued for v in views), sum(v.max_queued for v in views)
@@ -199,7 +207,7 @@ class Fleet:
         """New addresses join; those that are gone leave when they have finished."""
         for address in addresses - self._members.keys():
             client = EngineClient(
-                self._dial(address),
+                self._dial.dialer(address),
                 rounds=self._rounds,
                 on_connected=self._adopt,
                 on_change=self._on_change,
@@ -218,16 +226,8 @@ class Fleet:
         """An engine that has answered. Raises FailedPrecondition when it is not one of us."""
         async with self._adopting:
             others = [one.client for one in self.members if one.client is not client]
-            known = [(one.address, one.facts) for one in others if one.facts is not None]
-            for address, theirs in known:
-                _check_same(facts, theirs, address)
-            narrow = [facts, *(theirs for _, theirs in known)]
-            common = replace(
-                facts,
-                max_model_len=min(one.max_model_len for one in narrow),
-                max_logprobs=min(one.max_logprobs for one in narrow),
-            )
-            await self._load_model(common, client.fetch_tokenizer)
+            known = {one.address: one.facts for one in others if one.facts is not None}
+            await self._load_model(common_facts(facts, known), client.fetch_tokenizer)
             client.facts = facts
 
     def _on_change(self, client: EngineClient, is_open: bool) -> None:
@@ -273,20 +273,3 @@ class Fleet:
     def told(self) -> list[dict[str, Any]]:
         """What /health shows of every engine."""
         return [one.told() for one in self.members]
-
-
-def _check_same(facts: EngineFacts, theirs: EngineFacts, address: str) -> None:
-    if facts.instance_id == theirs.instance_id:
-        raise FailedPrecondition(
-            f"it is the same engine as {address} under another address", reason="SAME_ENGINE"
-        )
-    for what, ours, other in (
-        ("model", facts.model_id, theirs.model_id),
-        ("tokenizer", facts.tokenizer_sha256, theirs.tokenizer_sha256),
-    ):
-        if ours != other:
-            raise FailedPrecondition(
-                f"its {what} is {ours!r}, and that of {address} is {other!r}; engines behind one "
-                "frontend serve the same model",
-                reason="OTHER_MODEL",
-            )

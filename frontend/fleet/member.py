@@ -55,7 +55,7 @@ class Member:
             kv_tokens_used=load.pages_used * page,
             kv_tokens=load.pages_total * page,
             max_rows=facts.max_rows if facts is not None else 0,
-            max_queued=facts.max_queued if facts is not None else 0,
+            max_queued=facts.max_queued_requests if facts is not None else 0,
             sent=sent,
             sent_tokens=sent_tokens,
         )

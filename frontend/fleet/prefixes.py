@@ -68,7 +68,9 @@ class Prefixes:
             try:
                 async for batch in subscribe(channel, seq + 1 if seq else 0):
                     self._apply(address, batch)
-                    self._seen[address] = (instance_id, batch.seq)
+                    # Half a snapshot is no place to go on from.
+                    seen = 0 if batch.is_snapshot else batch.seq
+                    self._seen[address] = (instance_id, seen)
             except Unsupported as refused:
                 _LOG.warning("no KV events: %s", refused.message, extra={"engine": address})
                 return

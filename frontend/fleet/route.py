@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from frontend.call import Call
@@ -28,11 +29,14 @@ _DEAD = "ENGINE_DEAD"
 
 
 class Route:
-    """Of one request. `session` names what belongs together, for policies that keep it so."""
+    """Of one request. `session` names what belongs together, for policies that keep it so, and
+    `tenant` whom queues are shared by."""
 
-    def __init__(self, fleet: Fleet, session: str) -> None:
+    def __init__(self, fleet: Fleet, session: str, tenant: str = "") -> None:
         self._fleet = fleet
         self._session = session
+        self._tenant = tenant
+        self._is_counted = False
         self._member: Member | None = None
         self._avoided: dict[str, str] = {}
         """Addresses that failed, with the instance that did."""
@@ -112,8 +116,15 @@ class Route:
         self._member = None
         return True
 
+    def check_room(self, priority: int) -> None:
+        """Raises Overloaded when no engine has room for the request."""
+        self._fleet.check_room(self._tenant, priority)
+
     def ended(self, failure: BaseException | None) -> None:
         """The request is over; its engine is judged by it."""
+        if self._is_counted:
+            self._is_counted = False
+            self._fleet.live -= Counter([self._tenant])
         if self._member is None:
             return
         now = asyncio.get_running_loop().time()
@@ -141,6 +152,9 @@ class Route:
 
             member = self._member = self._fleet.pick(view, but_not=self._is_avoided)
             member.num_routed += 1
+            if not self._is_counted:
+                self._is_counted = True
+                self._fleet.live[self._tenant] += 1
         return member
 
 

@@ -219,16 +219,17 @@ async def test_a_full_queue_goes_elsewhere_once_and_full_ones_shed_before_work(
     tmp_path: Path,
 ) -> None:
     limits = pb.EngineLimits(max_rows=1, max_queued_requests=1)
-    async with fleet(tmp_path, flags={"routing": "round_robin"}, limits=limits) as served:
+    flags = {"routing": "round_robin"}
+    async with fleet(tmp_path, flags=flags, limits=limits, waiting=0) as served:
         engines = list(served.engines.values())
         engines[0].refuse = Overloaded("1 request is waiting")
         async with served.http() as client:
-            for engine in engines:
-                engine.waiting = 0
-            await until(lambda: not served.desk.engine.load.waiting)
             for _ in range(3):
                 assert (await ask(client)).status_code == 200
             assert len(engines[0].submits) == 1
+            engines[1].hold = engines[2].hold = True
+            held = asyncio.create_task(ask(client))
+            await until(lambda: served.desk.engine.num_slots == 1)
             for engine in engines:
                 engine.waiting = 1
             await until(lambda: served.desk.engine.load.waiting == 3)
@@ -238,9 +239,23 @@ async def test_a_full_queue_goes_elsewhere_once_and_full_ones_shed_before_work(
             assert answer.headers["retry-after"] == "1"
             assert "3 requests are waiting in 3 engines, the limit is 3" in answer.text
             assert sum(len(one.submits) for one in engines) == before
+            engines[0].refuse = None
+            urgent = asyncio.create_task(ask(client, priority=1))
+            await until(lambda: sum(len(one.submits) for one in engines) == before + 1)
+            engines[1].hold = engines[2].hold = False
+            for one in await asyncio.gather(held, urgent):
+                assert one.status_code == 200, "the engine decides about what is urgent"
+            answer = await ask(client)
+            assert answer.status_code == 200, "and about who has nothing there yet"
+            engines[1].hold = engines[2].hold = True
+            held = asyncio.create_task(ask(client))
+            await until(lambda: served.desk.engine.num_slots == 1)
             engines[2].waiting = 0
             await until(lambda: served.desk.engine.load.waiting == 2)
+            engines[2].hold = False
             assert (await ask(client)).status_code == 200, "control: one has room"
+            engines[1].hold = False
+            assert (await held).status_code == 200
 
 
 @pytest.mark.parametrize("how", ["header", "prompt_cache_key", "user", "nothing"])

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 NOT_SERVED = frozenset(
     {
+        "admin_port",
         "drain_pause_s",
         "drain_timeout_s",
         "engine_port",
@@ -40,6 +41,9 @@ NOT_MEASURED = NOT_SERVED | frozenset(
     {
         "hang_timeout_s",
         "heartbeat_timeout_s",
+        "kv_events_replay",
+        "kv_events_topic",
+        "kv_events_zmq",
         "max_message_bytes",
         "max_queue_delay_s",
         "max_queued_requests",
@@ -52,6 +56,7 @@ NOT_MEASURED = NOT_SERVED | frozenset(
         "trace_level",
         "trace_sample_ratio",
         "trace_step_every",
+        "vllm_facade",
     }
 )
 """The same where there is no service; and what would let the second run of a set find the first

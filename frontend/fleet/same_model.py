@@ -1,0 +1,39 @@
+"""Which engines go together: one model, one tokenizer. It does not know connections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from frontend.messages import EngineFacts
+from tidemill.runtime.errors import FailedPrecondition
+
+
+def common_facts(facts: EngineFacts, others: Mapping[str, EngineFacts]) -> EngineFacts:
+    """What holds for an engine and those that are in already, by address. Raises FailedPrecondition
+    when it is not one of them."""
+    for address, theirs in others.items():
+        _check_same(facts, theirs, address)
+    narrow = [facts, *others.values()]
+    return replace(
+        facts,
+        max_model_len=min(one.max_model_len for one in narrow),
+        max_logprobs=min(one.max_logprobs for one in narrow),
+    )
+
+
+def _check_same(facts: EngineFacts, theirs: EngineFacts, address: str) -> None:
+    if facts.instance_id == theirs.instance_id:
+        raise FailedPrecondition(
+            f"it is the same engine as {address} under another address", reason="SAME_ENGINE"
+        )
+    for what, ours, other in (
+        ("model", facts.model_id, theirs.model_id),
+        ("tokenizer", facts.tokenizer_sha256, theirs.tokenizer_sha256),
+    ):
+        if ours != other:
+            raise FailedPrecondition(
+                f"its {what} is {ours!r}, and that of {address} is {other!r}; engines behind one "
+                "frontend serve the same model",
+                reason="OTHER_MODEL",
+            )
