@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from engine_service.config import EngineConfig
 from tidemill.bench import serve
+from tidemill.bench.engines import NOT_MEASURED, NOT_SERVED
 from tidemill.bench.traffic.answer import OK, Answer
 from tidemill.bench.traffic.figures import Slo, Window, figures
 from tidemill.bench.traffic.options import ServeOptions, points_of
@@ -173,3 +175,7 @@ def test_help_loads_neither_grpc_nor_an_http_client() -> None:
         "assert not {'grpc', 'httpx', 'rich', 'torch'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", command], check=True)
+
+
+def test_hidden_flags_are_flags() -> None:
+    assert {field.name for field in fields(EngineConfig)} >= NOT_MEASURED > NOT_SERVED

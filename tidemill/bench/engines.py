@@ -20,44 +20,47 @@ from tidemill.bench.shapes import read_shape, shape_folder
 if TYPE_CHECKING:
     from tidemill.llm import LLM
 
-NOT_MEASURED = frozenset(
+NOT_SERVED = frozenset(
     {
         "admin_port",
+        "drain_pause_s",
         "drain_timeout_s",
         "engine_port",
+        "health_port",
         "host",
+        "log_level",
+        "reflection",
+        "tls_cert",
+        "tls_client_ca",
+        "tls_key",
+    }
+)
+"""Fields of EngineConfig that are no flags of a benchmark that starts services on loopback: it
+chooses them itself."""
+NOT_MEASURED = NOT_SERVED | frozenset(
+    {
+        "hang_timeout_s",
+        "heartbeat_timeout_s",
         "kv_events_replay",
         "kv_events_topic",
         "kv_events_zmq",
-        "log_level",
         "max_message_bytes",
         "max_queue_delay_s",
         "max_queued_requests",
         "max_queued_tokens",
+        "metrics_alias",
+        "metrics_port",
         "otlp_endpoint",
         "prefix_caching",
-        "reflection",
-        "tls_cert",
-        "tls_client_ca",
-        "tls_key",
         "tokenizer",
+        "trace_level",
+        "trace_sample_ratio",
+        "trace_step_every",
+        "vllm_facade",
     }
 )
-"""Fields of EngineConfig that are no flags of a benchmark: they belong to the service, or would let
-the second run of a set find the first one's prompts."""
-NOT_SERVED = frozenset(
-    {
-        "drain_timeout_s",
-        "engine_port",
-        "host",
-        "log_level",
-        "reflection",
-        "tls_cert",
-        "tls_client_ca",
-        "tls_key",
-    }
-)
-"""The same for a benchmark that starts services on loopback: it chooses these itself."""
+"""The same where there is no service; and what would let the second run of a set find the first
+one's prompts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,9 @@ class TracingOptions:
 
     rounds: int = 10
     """Rounds that count; one more is made ahead of them."""
-    requests: int = 300
+    requests: int = 500
     """Streamed completions per round and setting."""
-    rate: float = 100.0
+    rate: float = 125.0
     """How many of them begin per second, at even distances."""
     output_len: int = 16
     """Tokens per answer."""
@@ -65,8 +65,9 @@ def run(options: TracingOptions) -> dict[str, Any]:
             endpoint = None if ratio is None else collectors[name].endpoint
             config = _config(options, endpoint, ratio)
             running[name] = stack.enter_context(services_of(config, 1, None))
+        idle = _idle(running)
         for number in range(options.rounds + 1):
-            found = _round(options, running, number)
+            found = _round(options, running, idle, number)
             if number:
                 rounds.append(found)
                 print(f"round {number}: {_told(found)}", file=sys.stderr)
@@ -95,21 +96,43 @@ def _config(options: TracingOptions, endpoint: str | None, ratio: float | None) 
     )
 
 
-def _round(options: TracingOptions, running: Mapping[str, Any], number: int) -> Any:
-    """CPU microseconds per request since the round before: by setting, by process."""
+Cpu = Mapping[str, Mapping[str, float]]
+"""By setting and process."""
+
+
+def _idle(running: Mapping[str, Any]) -> Cpu:
+    """Cores that the processes take while nobody asks them: heartbeats and the like."""
+    time.sleep(_SETTLE_S)
+    before, began = _spent(running), time.monotonic()
+    time.sleep(_SETTLE_S)
+    seconds = time.monotonic() - began
+    return {
+        name: {role: (spent - before[name][role]) / seconds for role, spent in found.items()}
+        for name, found in _spent(running).items()
+    }
+
+
+def _round(
+    options: TracingOptions, running: Mapping[str, Any], idle: Cpu, number: int
+) -> dict[str, dict[str, float]]:
+    """CPU microseconds per request, above what the processes take when idle."""
     names = list(running)
-    before = {name: _cpu_s(running[name]) for name in names}
+    before, began = _spent(running), time.monotonic()
     for name in names[number % len(names) :] + names[: number % len(names)]:
         _ask(options, running[name].ports[0], number)
     time.sleep(_SETTLE_S)
-    after = {name: _cpu_s(running[name]) for name in names}
+    after, seconds = _spent(running), time.monotonic() - began
     return {
         name: {
-            role: 1e6 * (after[name][role] - spent) / options.requests
-            for role, spent in before[name].items()
+            role: 1e6 * (spent - before[name][role] - seconds * idle[name][role]) / options.requests
+            for role, spent in found.items()
         }
-        for name in names
+        for name, found in after.items()
     }
+
+
+def _spent(running: Mapping[str, Any]) -> Cpu:
+    return {name: _cpu_s(services) for name, services in running.items()}
 
 
 def _cpu_s(services: Any) -> dict[str, float]:
