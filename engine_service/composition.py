@@ -18,6 +18,7 @@ from tidemill.runtime.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from engine_service.core.constraint import Grammars, MaskMaker
+    from engine_service.core.control import Profiler
     from engine_service.core.pool_admission import Reception
     from engine_service.core.scheduler import Scheduler
     from engine_service.worker.checkpoint import Checkpoint, Report
@@ -29,6 +30,8 @@ class Engine:
 
     scheduler: Scheduler
     executor: Executor
+    profiler: Profiler | None
+    """None: there is nothing to profile."""
     facts: EngineFacts
     memory: Callable[[], Memory]
     """What of the device's memory is in use now."""
@@ -68,7 +71,21 @@ def compose(config: EngineConfig, report: Report) -> Engine:
             age_bound_s=config.age_bound_s,
         ),
     )
-    return Engine(scheduler=scheduler, executor=parts.executor, facts=facts, memory=parts.memory)
+    return Engine(
+        scheduler=scheduler,
+        executor=parts.executor,
+        profiler=_make_profiler(config, facts),
+        facts=facts,
+        memory=parts.memory,
+    )
+
+
+def _make_profiler(config: EngineConfig, facts: EngineFacts) -> Profiler | None:
+    from engine_service.worker.profiler import TorchProfiler
+
+    if config.executor == "simulated":
+        return None
+    return TorchProfiler(records_cuda=facts.device.startswith("cuda"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

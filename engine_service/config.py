@@ -84,6 +84,16 @@ class EngineConfig:
     """Port of the engine's gRPC services; 0 takes a free one."""
     vllm_facade: bool = False
     """Serve vllm.grpc.engine.VllmEngine too, by which gateways such as SMG drive an engine."""
+    admin_port: int | None = None
+    """Port of AdminService (flush, drain, pause, profile), for operators only; default: not
+    served; 0 takes a free one. It listens on `host`, so keep the network away from it."""
+    kv_events_zmq: str | None = None
+    """ZeroMQ address where changes of the prefix index are published, as vLLM does it: bound when
+    it has a wildcard (tcp://*:5557), else connected to."""
+    kv_events_replay: str | None = None
+    """ZeroMQ address where readers of kv_events_zmq get what they missed (tcp://*:5558)."""
+    kv_events_topic: str = ""
+    """First frame of what is published; llm-d wants kv@<pod>@<model>."""
     tls_cert: str | None = None
     """PEM file of this server's certificate and its chain; TLS on all ports but --health-port. Read
     again when it changes, like the next two."""

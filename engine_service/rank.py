@@ -84,6 +84,7 @@ def _serve(pipe: BlockingPipe) -> int:
         scheduler=engine.scheduler,
         executor=engine.executor,
         watch=Watch(engine.scheduler.planner, engine.memory),
+        profiler=engine.profiler,
     ).run()
     return 0
 

@@ -32,7 +32,7 @@ from frontend.template_pool import TemplatePool
 from frontend.validation import check_ids
 from tidemill.runtime.errors import NotFound, Unavailable
 from tidemill.runtime.rpc import channel_options
-from tidemill.security.client_tls import Dialer, client_tls
+from tidemill.security.client_tls import Dialing, client_tls
 from tidemill.telemetry.tracer import Tracer
 
 _LOG = logging.getLogger("tidemill.frontend")
@@ -65,13 +65,10 @@ class FrontDesk:
             config.engine_tls_key,
             config.engine_tls_name,
         )
-        # Connections of their own: one that went silent is replaced, not found in gRPC's pool.
-        own = ("grpc.use_local_subchannel_pool", 1)
-        options = [*channel_options(config.max_message_bytes), own]
         self.engine = Fleet(
             discovery_of(config.engine),
             routing=config.routing,
-            dial=lambda address: Dialer(address, options, tls),
+            dial=Dialing(channel_options(config.max_message_bytes), tls),
             load_model=self._load_model,
         )
         self.metrics.add(FleetMetrics(self.engine))

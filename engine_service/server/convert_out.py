@@ -202,6 +202,7 @@ def state_response(now: Snapshot) -> pb.WatchStateResponse:
         state=int(now.state),  # type: ignore[arg-type]
         detail=now.detail,
         load=load(now.load),
+        paused=now.paused,
     )
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
+from engine_service.core.control import Answer, Ask
+from engine_service.core.journal import KvEvents
 from engine_service.core.messages import (
     Abort,
     Command,
@@ -31,7 +33,9 @@ from engine_service.core.messages import (
     Tally,
 )
 from engine_service.pipe import Unframer, frame
-from engine_service.server.outlet import TOKEN_BYTES, StepRows
+from engine_service.server.asks import Asks
+from engine_service.server.outlet import StepRows
+from engine_service.server.shares import select
 from engine_service.server.state import NO_LOAD
 from tidemill.runtime.errors import EngineDead, ServiceError
 
@@ -78,6 +82,7 @@ class CoreListener(Protocol):
     def ready(self, ready: Ready) -> None: ...
 
     def stepped(self, trace: StepTrace) -> None: ...
+    def kv_changed(self, told: KvEvents) -> None: ...
 
     def lost(self, error: EngineDead) -> None: ...
 
@@ -92,6 +97,7 @@ class CoreClient(asyncio.Protocol):
         self._unframer = Unframer()
         self._transport: asyncio.Transport | None = None
         self._commands: list[Command] = []
+        self.asks = Asks(self._send)
         self._keys = itertools.count(1)
         self._routes: dict[int, Route] = {}
         self._live_ids: dict[str, set[int]] = {}
@@ -200,6 +206,10 @@ class CoreClient(asyncio.Protocol):
                 case Ready():
                     self._beats = True
                     self._listener.ready(event)
+                case KvEvents():
+                    self._listener.kv_changed(event)
+                case Answer():
+                    self.asks.settle(event)
                 case Fatal():  # its process may hang where it should end, if the device is broken
                     self.give_up(event.message)
                 case _:
@@ -210,12 +220,15 @@ class CoreClient(asyncio.Protocol):
         self._beats = False
         self.lost = EngineDead(f"the engine core is gone: {cause}")
         self.fail_all(self.lost)
+        self.asks.fail_all(self.lost)
         self._listener.lost(self.lost)
 
     # ------------------------------------------------------------ inside
 
     def _send(self, command: Command) -> None:
-        """Commands of one turn of the event loop share a frame."""
+        """Commands of one turn of the event loop share a frame. Raises EngineDead."""
+        if self.lost is not None and isinstance(command, Ask):
+            raise self.lost
         if not self._commands:
             asyncio.get_running_loop().call_soon(self._flush)
         self._commands.append(command)
@@ -236,7 +249,7 @@ class CoreClient(asyncio.Protocol):
         else:
             offsets = list(itertools.accumulate(output.counts, initial=0))
             for sink, handles, rows in groups:
-                sink.step(_select(output, handles, rows, offsets))
+                sink.step(select(output, handles, rows, offsets))
         for row, finish in output.finished:
             self._end(output.keys[row], finish)
 
@@ -275,26 +288,3 @@ class CoreClient(asyncio.Protocol):
             self._idle.set()
         route.ended(outcome)
         return route
-
-
-def _select(
-    output: StepOutput, handles: list[int], rows: list[int], offsets: list[int]
-) -> StepRows:
-    """The part of a step that belongs to one stream."""
-    size, tokens, counts = TOKEN_BYTES, output.token_ids, output.counts
-    picked = [tokens[offsets[row] * size : offsets[row + 1] * size] for row in rows]
-    sparse: dict[int, int] = {}
-    if output.logprobs or output.prompt_logprobs or output.finished or output.canvas:
-        sparse = {row: i for i, row in enumerate(rows)}
-    return StepRows(
-        seq=output.seq,
-        handles=handles,
-        counts=[counts[row] for row in rows],
-        token_ids=b"".join(picked),
-        logprobs=[(sparse[r], entry) for r, entry in output.logprobs if r in sparse],
-        prompt_logprobs=[
-            (sparse[r], at, entry) for r, at, entry in output.prompt_logprobs if r in sparse
-        ],
-        finished=[(sparse[r], entry) for r, entry in output.finished if r in sparse],
-        canvas=[(sparse[r], at, entry) for r, at, entry in output.canvas if r in sparse],
-    )

@@ -14,9 +14,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine_service.config import EngineConfig
+from engine_service.core.control import SnapshotPages
+from engine_service.core.journal import KvEvents
 from engine_service.core.messages import EngineFacts, Progress, Ready, StepTrace, Submit
 from engine_service.server.core_client import CoreClient, Sink
 from engine_service.server.health import memory_in_use
+from engine_service.server.kv_feed import KvFeed
 from engine_service.server.metrics import Reading
 from engine_service.server.observer import Observer
 from engine_service.server.outlet import Draining, LoadReport
@@ -52,7 +55,11 @@ class Desk:
         self.started_unix_ns = time.time_ns()
         self.board = StateBoard()
         self.core = CoreClient(self, post_mortem=post_mortem)
+        self.kv_feed = KvFeed(lambda seen: self.core.asks.ask(SnapshotPages(), seen))
         self.dead = asyncio.Event()
+        self.stop = asyncio.Event()
+        """Somebody wants the process to drain and end."""
+        self.drain_timeout_s = config.drain_timeout_s
         self.facts: EngineFacts | None = None
         self.last_error: str | None = None
         self.tokenizer: TokenizerFiles | ServiceError | None = None
@@ -151,11 +158,18 @@ class Desk:
             memory_total=reading.tally.memory.total,
         )
 
+    def ask_to_stop(self, drain_timeout_s: float) -> None:
+        """Drains at once, and lets the process end as after SIGTERM."""
+        self.drain_timeout_s = drain_timeout_s
+        if self.board.state is not EngineState.DRAINING:
+            self.drain()
+        self.stop.set()
+
     def drain(self) -> None:
         """Not ready any more, and sessions are told; who has not heard of it is still served,
         until `refuse`."""
         self.board.move(EngineState.DRAINING, f"{self.core.num_live} requests still run")
-        left_s = self.config.drain_pause_s + self.config.drain_timeout_s
+        left_s = self.config.drain_pause_s + self.drain_timeout_s
         notice = Draining(int(left_s * 1000))
         for session in self.sessions.values():
             session.notify(notice)
@@ -167,6 +181,7 @@ class Desk:
     def close_sessions(self, error: ServiceError | None = None) -> None:
         for session in list(self.sessions.values()):
             session.close(error)
+        self.kv_feed.close(error)
 
     def _finished_text(self) -> str:
         """The counters of ended requests, for people and tests: `finished: length=3 deadline=1`."""
@@ -200,6 +215,9 @@ class Desk:
         self.facts = facts
         if self.board.state is EngineState.LOADING:
             self.board.move(EngineState.READY, self._finished_text())
+
+    def kv_changed(self, told: KvEvents) -> None:
+        self.kv_feed.publish(told)
 
     def lost(self, error: EngineDead) -> None:
         self.dead.set()

@@ -18,7 +18,9 @@ from engine_service.server.desk import Desk
 from engine_service.server.metrics_port import MetricsPort
 from engine_service.server.rank_process import RANK_MODULE, RankProcess
 from engine_service.server.servicer import EngineServicer
-from engine_service.server.servicer_info import AdminServicer, InfoServicer, KvEventServicer
+from engine_service.server.servicer_info import InfoServicer
+from engine_service.server.servicer_kv import KvEventServicer
+from engine_service.server.sideline import Sideline
 from engine_service.server.state import SERVING, EngineState, Snapshot
 from engine_service.server.status_pages import status_pages
 from engine_service.server.vllm_engine.servicer import add_vllm_engine
@@ -31,7 +33,7 @@ from tidemill.security.server_tls import server_tls
 from tidemill.telemetry.tracer import Tracer
 from tidemill.v1 import engine_pb2_grpc
 
-_SERVICES = ("EngineService", "EngineInfoService", "KvEventService", "AdminService")
+_SERVICES = ("EngineService", "EngineInfoService", "KvEventService")
 _NAMES = tuple(f"tidemill.v1.{name}" for name in _SERVICES)
 _CLOSING_S = 1.0  # for streams to send what they still hold; core death must exit within 2 s
 _LOG = logging.getLogger("tidemill.engine")
@@ -51,6 +53,7 @@ class EngineServer:
         self._server = grpc.aio.server(
             interceptors=(MalformedRequests(),), options=server_options(config.max_message_bytes)
         )
+        self.sideline = Sideline(config, self.desk)
         self._tls = server_tls(config)
         self._probes: HealthPort | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -97,8 +100,7 @@ class EngineServer:
         config, desk, server = self._config, self.desk, self._server
         engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(desk), server)
         engine_pb2_grpc.add_EngineInfoServiceServicer_to_server(InfoServicer(desk), server)
-        engine_pb2_grpc.add_KvEventServiceServicer_to_server(KvEventServicer(), server)
-        engine_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(), server)
+        engine_pb2_grpc.add_KvEventServiceServicer_to_server(KvEventServicer(desk), server)
         if config.vllm_facade:
             _LOG.info("serving %s for gateways", add_vllm_engine(desk, server))
         await self._health.register(server, reflection=_NAMES if config.reflection else ())
@@ -109,10 +111,12 @@ class EngineServer:
         )
         if config.health_port is not None:
             self._probes = await HealthPort.open(self._health, config.host, config.health_port)
+        await self.sideline.open(credentials)
         await server.start()
         desk.board.move(EngineState.LOADING, "starting the core process")
         await desk.core.open(self._rank.sock)
         desk.core.tell(config)
+        self.sideline.listen()
         self._tasks = [
             asyncio.create_task(self._follow(on_state)),
             asyncio.create_task(desk.tick()),
@@ -131,12 +135,17 @@ class EngineServer:
             last = snapshot[1:3]
 
     async def run(self) -> int:
-        """Serves until SIGTERM, SIGINT or the core's death; returns the exit status."""
-        stop = asyncio.Event()
+        """Serves until SIGTERM, SIGINT, AdminService.Drain or the core's death; returns the exit
+        status."""
+        stop = self.desk.stop
         hurry = asyncio.Event()
 
+        heard = asyncio.Event()
+
         def signalled() -> None:
-            (hurry if stop.is_set() else stop).set()
+            """The second signal is in a hurry; the first one behind AdminService.Drain is not."""
+            (hurry if heard.is_set() else heard).set()
+            stop.set()
 
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -168,11 +177,11 @@ class EngineServer:
             await asyncio.sleep(self._config.drain_pause_s)
         desk.refuse()
         try:
-            await asyncio.wait_for(desk.core.idle(), self._config.drain_timeout_s)
+            await asyncio.wait_for(desk.core.idle(), desk.drain_timeout_s)
         except TimeoutError:
             desk.core.fail_all(
                 Unavailable(
-                    f"the engine is shutting down and {self._config.drain_timeout_s:g} s of "
+                    f"the engine is shutting down and {desk.drain_timeout_s:g} s of "
                     "draining are over; send the request to another engine",
                     reason="DRAIN_TIMEOUT",
                     retry_after_ms=1000,
@@ -190,7 +199,7 @@ class EngineServer:
         if desk.board.state is EngineState.DRAINING:
             desk.board.move(EngineState.SHUTDOWN, "stopped")
         desk.close_sessions(desk.core.lost)
-        await self._server.stop(_CLOSING_S)
+        await asyncio.gather(self._server.stop(_CLOSING_S), self.sideline.stop(_CLOSING_S))
         if self._probes is not None:
             await self._probes.close()
         desk.core.command(Shutdown())

@@ -1,4 +1,4 @@
-"""EngineInfoService, and the services whose RPCs this engine answers with UNIMPLEMENTED.
+"""EngineInfoService: what routers and frontends ask before they send anything.
 
 It does not know requests.
 """
@@ -6,18 +6,15 @@ It does not know requests.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from engine_service.server import convert_out
 from engine_service.server.desk import Desk
 from engine_service.server.tokenizer_files import TokenizerFiles
-from tidemill.runtime.errors import ServiceError, Unsupported
-from tidemill.runtime.rpc import abort, answering
+from tidemill.runtime.errors import ServiceError
+from tidemill.runtime.rpc import answering
 from tidemill.v1 import engine_pb2_grpc
-
-Handler = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class InfoServicer(engine_pb2_grpc.EngineInfoServiceServicer):
@@ -61,27 +58,3 @@ def package_version() -> str:
         return version("tidemill")
     except PackageNotFoundError:
         return "0+checkout"
-
-
-def _unserved(rpc: str, what: str) -> Handler:
-    async def refuse(self: Any, request: Any, context: Any) -> None:
-        await abort(context, Unsupported(f"{rpc}: this engine does not serve {what} yet"))
-
-    return refuse
-
-
-class KvEventServicer(engine_pb2_grpc.KvEventServiceServicer):
-    Subscribe = _unserved("KvEventService.Subscribe", "KV events")
-
-
-class AdminServicer(engine_pb2_grpc.AdminServiceServicer):
-    LoadAdapter = _unserved("AdminService.LoadAdapter", "adapters")
-    UnloadAdapter = _unserved("AdminService.UnloadAdapter", "adapters")
-    ListAdapters = _unserved("AdminService.ListAdapters", "adapters")
-    FlushCache = _unserved("AdminService.FlushCache", "flushing the prefix cache")
-    Drain = _unserved("AdminService.Drain", "draining by RPC (send SIGTERM)")
-    Pause = _unserved("AdminService.Pause", "pausing")
-    Resume = _unserved("AdminService.Resume", "pausing")
-    StartProfile = _unserved("AdminService.StartProfile", "profiling")
-    StopProfile = _unserved("AdminService.StopProfile", "profiling")
-    SetTraceLevel = _unserved("AdminService.SetTraceLevel", "trace levels")

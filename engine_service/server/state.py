@@ -49,6 +49,7 @@ class Snapshot(NamedTuple):
     load: Load
     stalled: bool = False
     """The core has said nothing for too long: not ready, but it may recover."""
+    paused: bool = False
 
     @property
     def is_ready(self) -> bool:
@@ -87,6 +88,10 @@ class StateBoard:
             detail = self.snapshot.detail
         now = self.snapshot._replace(state=state, detail=detail, load=load, stalled=stalled)
         self._publish(now)
+
+    def pause(self, is_paused: bool) -> None:
+        """Nothing new is started while it is paused; the state says what it would else."""
+        self._publish(self.snapshot._replace(paused=is_paused))
 
     def _publish(self, snapshot: Snapshot) -> None:
         if snapshot == self.snapshot:

@@ -21,6 +21,7 @@ from tidemill.runtime.errors import InvalidRequest, NotFound, ServiceError, Unsu
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
 _LFS_POINTER = b"version https://git-lfs"
 _BASE = "model."
 """Ahead of the names of a decoder that was saved with its head; embedding models are saved bare."""
@@ -95,6 +96,20 @@ def load_model(
     return model.eval()
 
 
+def _refuse_pickles(folder: Path) -> None:
+    """A pickle runs whatever code its author put into it, so none is ever opened."""
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+    if pickles:
+        raise Unsupported(
+            f"{folder} has its weights in {pickles[0]}, a pickle: loading one runs whatever code "
+            "is in it. This engine reads *.safetensors alone; convert where you trust the file: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) with "
+            "transformers, or take a revision of the model that has safetensors",
+            reason="PICKLED_WEIGHTS",
+            param="model",
+        )
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, checked to exist; raises NotFound otherwise."""
     index = read_json(folder / _INDEX)
@@ -102,6 +117,7 @@ def weight_files(folder: Path) -> list[Path]:
         found = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
         if found:
             return found
+        _refuse_pickles(folder)
         raise NotFound(
             f"{folder} has no *.safetensors files; this engine reads no other weight format "
             "(convert with transformers' save_pretrained), or use --load-format dummy",

@@ -22,7 +22,7 @@ from frontend.fleet.views import RequestView
 from frontend.messages import EngineFacts, Load
 from frontend.rounds import Rounds
 from tidemill.runtime.errors import Overloaded, ServiceError, Unavailable
-from tidemill.security.client_tls import Dialer
+from tidemill.security.client_tls import Dialing
 
 _LOG = logging.getLogger("tidemill.frontend.fleet")
 _TICK_S = 0.25
@@ -43,7 +43,7 @@ class Fleet:
         discovery: Discovery,
         *,
         routing: str,
-        dial: Callable[[str], Dialer],
+        dial: Dialing,
         load_model: LoadModel,
     ) -> None:
         self._discovery = discovery
@@ -207,7 +207,7 @@ class Fleet:
         """New addresses join; those that are gone leave when they have finished."""
         for address in addresses - self._members.keys():
             client = EngineClient(
-                self._dial(address),
+                self._dial.dialer(address),
                 rounds=self._rounds,
                 on_connected=self._adopt,
                 on_change=self._on_change,

@@ -2,6 +2,7 @@
 // Whatever a model or a server says is put in as text, never as HTML.
 
 import { Canvas, Pieces } from "/ui/canvas.js";
+import { call, learn } from "/ui/key.js";
 import { events } from "/ui/sse.js";
 
 const EXAMPLES = {
@@ -32,6 +33,7 @@ let canvas = null;
 class Refusal extends Error {}
 
 async function refusal(answer) {
+  at("key-field").hidden &&= answer.status !== 401;
   let message = `The server answered ${answer.status}.`;
   try {
     message = (await answer.json()).error.message;
@@ -43,7 +45,7 @@ async function refusal(answer) {
 }
 
 async function ask(path) {
-  const answer = await fetch(path);
+  const answer = await call(path);
   if (!answer.ok) throw await refusal(answer);
   return answer.json();
 }
@@ -54,7 +56,7 @@ async function connect() {
     meet({ ...cards.data[0], ...facts });
   } catch (failure) {
     at("model").textContent = failure instanceof Refusal ? failure.message : LOST;
-    setTimeout(connect, RETRY_MS);
+    if (at("key-field").hidden) setTimeout(connect, RETRY_MS); // else the key is what is missing
   }
 }
 
@@ -153,7 +155,7 @@ async function run() {
 async function generate(signal) {
   const [path, body] = requestBody();
   const started = performance.now();
-  const answer = await fetch(path, {
+  const answer = await call(path, {
     method: "POST",
     headers: { "content-type": "application/json" },
     body: JSON.stringify(body),
@@ -235,6 +237,10 @@ at("prompt").addEventListener("keydown", (event) => {
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
+});
+at("key").addEventListener("change", () => {
+  learn(at("key").value);
+  if (model === null) connect();
 });
 at("stop").addEventListener("click", () => running?.abort());
 at("moment").addEventListener("input", () => canvas.show(Number(at("moment").value)));

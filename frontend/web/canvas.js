@@ -1,6 +1,8 @@
 // The cells of a canvas: one per position, masked, tentative or fixed, and when it was fixed.
 // It does not know where events come from; text gets into the page as textContent only.
 
+import { call } from "/ui/key.js";
+
 const MASK = "\u2591";
 const SHOWN = { " ": "\u00b7", "\n": "\u21b5", "\t": "\u21e5", "\r": "\u21b5" };
 const FIXED = "fixed";
@@ -33,7 +35,7 @@ export class Pieces {
 
   async #fetch(ids) {
     try {
-      const answer = await fetch(`/ui/pieces?ids=${ids.join(",")}`);
+      const answer = await call(`/ui/pieces?ids=${ids.join(",")}`);
       const { pieces } = await answer.json();
       ids.forEach((id, i) => this.#texts.set(id, pieces[i]));
     } catch {

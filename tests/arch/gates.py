@@ -16,7 +16,7 @@ FUNCTION_LINES, INIT_LINES, RUNTIME_LINES = 50, 12, 540
 GENERATED = ("tidemill.v1.", "tidemill.oip.", "smg_grpc_proto.generated.")
 STUB_IMPORTERS = (
     (r"engine_service/server/convert(_\w+)?\.py", r"engine_pb2"),
-    (r"engine_service/server/(launch|servicer\w*)\.py", r"engine_pb2_grpc"),
+    (r"engine_service/server/(launch|sideline|servicer\w*)\.py", r"engine_pb2_grpc"),
     (r"engine_service/server/vllm_engine/convert_out\.py", r"common_pb2|vllm_engine_pb2(_grpc)?"),
     (r"frontend/engine_(client|convert|events|pool|slots)\.py", r"engine_pb2(_grpc)?"),
     (r"frontend/api/grpc_text\w*\.py", r"(engine|text)_pb2(_grpc)?"),
@@ -224,6 +224,31 @@ def undocumented_fields(root: Path) -> list[str]:
                 told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
                 if isinstance(node, ast.AnnAssign) and not told:
                     found.append(f"{name}:{node.lineno} {kind.name}.{ast.unparse(node.target)}")
+    return found
+
+
+PICKLE_READERS = {
+    "engine_service/pipe.py": "a socket pair between processes of one start",
+    "frontend/template_pool.py": "pipes to processes of its own",
+    "frontend/template_worker.py": "its parent's end of such a pipe",
+}
+"""Who may read pickles, and where these come from: never from a file, never from a network."""
+
+
+def foreign_code(root: Path) -> list[str]:
+    """What would run code that came with a model: pickles, and programs beside the weights."""
+    found = []
+    for name, tree in trees(root):
+        for node in ast.walk(tree):
+            line, words = getattr(node, "lineno", 0), _imported(node)
+            if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "weights_only"):
+                words = [node.arg]
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
+                words = ["torch.load"]
+            foreign = {word.split(".")[0] for word in words} & {"pickle", "dill", "cloudpickle"}
+            foreign |= {"trust_remote_code", "weights_only", "torch.load"} & set(words)
+            if foreign and not (name in PICKLE_READERS and foreign == {"pickle"}):
+                found += [f"{name}:{line} {word}" for word in sorted(foreign)]
     return found
 
 

@@ -33,6 +33,9 @@ BREACHES: list[tuple[Gate, str, str]] = [
     (gates.loose_ends, "frontend/a.py", "def f():\n    global x\n    x = 1\n"),
     (gates.silent_modules, "frontend/a.py", "x = 1\n"),
     (gates.undocumented_fields, "frontend/config.py", UNDOCUMENTED),
+    (gates.foreign_code, "frontend/a.py", "import pickle\n"),
+    (gates.foreign_code, "engine_service/a.py", "x = torch.load(path)\n"),
+    (gates.foreign_code, "engine_service/pipe.py", "f(trust_remote_code=True)\n"),
     (gates.foreign_places, "docs/a.md", "see " + "/" + "home/someone/notes\n"),
     (gates.foreign_places, "docs/a.md", "get it from files.python" + "hosted.org\n"),
 ]  # fmt: skip

@@ -163,3 +163,16 @@ async def session(stub: Any, *, major: int = 1) -> AsyncIterator[Client]:
         yield client
     finally:
         call.cancel()
+
+
+@asynccontextmanager
+async def admin(server: EngineServer) -> AsyncIterator[Any]:
+    address = f"127.0.0.1:{server.sideline.admin_port}"
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield engine_pb2_grpc.AdminServiceStub(channel)
+
+
+@asynccontextmanager
+async def kv_events(server: EngineServer) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        yield engine_pb2_grpc.KvEventServiceStub(channel)

@@ -15,6 +15,7 @@ TYPES = {
     "/": "text/html; charset=utf-8",
     "/ui/app.js": "text/javascript; charset=utf-8",
     "/ui/canvas.js": "text/javascript; charset=utf-8",
+    "/ui/key.js": "text/javascript; charset=utf-8",
     "/ui/sse.js": "text/javascript; charset=utf-8",
     "/ui/style.css": "text/css; charset=utf-8",
     "/ui/icon.svg": "image/svg+xml",

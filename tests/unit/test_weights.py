@@ -1,6 +1,7 @@
 """Weights go where they belong; a checkpoint that does not fit is refused naming the tensor."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def test_lfs_pointer(tmp_path: Path) -> None:
 
 def test_no_weights_at_all(tmp_path: Path) -> None:
     write(tmp_path, {})
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.onnx")
     error = refuse(NotFound, tmp_path, "reads no other weight format")
     assert error.reason == "WEIGHTS_MISSING"
 
@@ -273,3 +274,22 @@ def test_tensor_parallel_is_refused(tmp_path: Path, seed: int) -> None:
     write(tmp_path, random_tensors(seed))
     with pytest.raises(Unsupported, match="tensor_parallel_size 2"):
         load(tmp_path, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickles_are_refused_unopened(tmp_path: Path, name: str) -> None:
+    """Whatever is in it does not run, and the error says how to convert it."""
+    trap = tmp_path / "sprung"
+    (tmp_path / name).write_bytes(f"cbuiltins\nopen\n(V{trap}\nVw\ntR.".encode())
+    with pytest.raises(Unsupported, match=f"{name}, a pickle.*save_pretrained") as refused:
+        weight_files(tmp_path)
+    assert refused.value.reason == "PICKLED_WEIGHTS"
+    assert not trap.exists()
+    pickle.loads((tmp_path / name).read_bytes()).close()  # the trap is one
+    assert trap.exists()
+
+
+def test_pickles_beside_safetensors_are_left_alone(tmp_path: Path) -> None:
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        (tmp_path / name).touch()
+    assert [path.name for path in weight_files(tmp_path)] == ["model.safetensors"]

@@ -22,12 +22,18 @@ if TYPE_CHECKING:
 
 NOT_MEASURED = frozenset(
     {
+        "admin_port",
         "drain_timeout_s",
         "engine_port",
         "host",
+        "kv_events_replay",
+        "kv_events_topic",
+        "kv_events_zmq",
         "log_level",
         "max_message_bytes",
+        "max_queue_delay_s",
         "max_queued_requests",
+        "max_queued_tokens",
         "otlp_endpoint",
         "prefix_caching",
         "reflection",

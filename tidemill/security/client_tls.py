@@ -95,34 +95,45 @@ def open_blocking_channel(address: str, options: Options, tls: ClientTls | None)
     return grpc.secure_channel(address, tls.credentials(), [*options, *tls.options()])
 
 
+Files = Watched[grpc.ChannelCredentials] | None
+
+
+class Dialing:
+    """How a service speaks to others of one kind, whatever their addresses."""
+
+    def __init__(self, options: Options, tls: ClientTls | None) -> None:
+        """Raises FailedPrecondition for files that do not serve."""
+        # Connections of their own: one that went silent is replaced, not found in gRPC's pool.
+        own = [("grpc.use_local_subchannel_pool", 1), *(tls.options() if tls else ())]
+        self._options = [*options, *own]
+        self._files: Files = None if tls is None else Watched(tls.paths, tls.credentials)
+
+    def dialer(self, address: str) -> Dialer:
+        """For one of them."""
+        return Dialer(address, self._options, self._files)
+
+
 class Dialer:
     """Opens channels to one address, with the certificates that are there at the time."""
 
-    def __init__(self, address: str, options: Options, tls: ClientTls | None) -> None:
-        """Raises FailedPrecondition for files that do not serve."""
+    def __init__(self, address: str, options: Options, files: Files) -> None:
         self.address = address
-        self._options = list(options)
-        self._tls = tls
-        self._files = None if tls is None else Watched(tls.paths, tls.credentials)
-        self._shown = None if self._files is None else self._files.current()
-
-    def open(self) -> grpc.aio.Channel:
-        """A new channel. Call in the running loop."""
-        if self._tls is None or self._files is None:
-            return open_channel(self.address, self._options, None)
-        self._shown = self._files.current()
-        options = [*self._options, *self._tls.options()]
-        return grpc.aio.secure_channel(self.address, self._shown, options)
+        self._options = options
+        self._files = files
+        self._shown: grpc.ChannelCredentials | None = None
 
     async def fresh(self, channel: grpc.aio.Channel | None) -> grpc.aio.Channel:
-        """`channel`, or a new one where the certificates have changed since it was opened: gRPC
-        would go on with the old ones for as long as a channel lives."""
-        is_stale = self._files is not None and self._files.current() is not self._shown
-        if channel is not None and not is_stale:
+        """`channel`, or a new one where there is none, or where the certificates have changed since
+        it was opened: gRPC would go on with the old ones for as long as a channel lives."""
+        shown = None if self._files is None else self._files.current()
+        if channel is not None and shown is self._shown:
             return channel
         if channel is not None:
             await channel.close()
-        return self.open()
+        self._shown = shown
+        if shown is None:
+            return grpc.aio.insecure_channel(self.address, options=self._options)
+        return grpc.aio.secure_channel(self.address, shown, self._options)
 
 
 def _no_passphrase() -> str:

@@ -1,0 +1,84 @@
+"""AdminService, for operators, on a port of its own.
+
+It does not know requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from engine_service.core.control import FlushCache, Pause, Resume, StopProfile
+from engine_service.server import convert_admin as convert
+from engine_service.server.desk import Desk
+from tidemill.runtime.errors import DeadlineExceeded, Unsupported
+from tidemill.runtime.rpc import abort, answering
+from tidemill.v1 import engine_pb2_grpc
+
+Handler = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+def _unserved(rpc: str, what: str) -> Handler:
+    async def refuse(self: Any, request: Any, context: Any) -> None:
+        await abort(context, Unsupported(f"AdminService.{rpc}: this engine does not serve {what}"))
+
+    return refuse
+
+
+class AdminServicer(engine_pb2_grpc.AdminServiceServicer):
+    LoadAdapter = _unserved("LoadAdapter", "adapters: it has no LoRA layers yet")
+    UnloadAdapter = _unserved("UnloadAdapter", "adapters: it has no LoRA layers yet")
+    ListAdapters = _unserved("ListAdapters", "adapters: it has no LoRA layers yet")
+    SetTraceLevel = _unserved("SetTraceLevel", "levels of tracing that change while it runs")
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def FlushCache(self, request: Any, context: Any) -> Any:
+        async with answering(context):
+            self._desk.open_facts()
+            return convert.flushed(await self._desk.core.asks.ask(FlushCache()))
+
+    async def Drain(self, request: Any, context: Any) -> Any:
+        """Answers when nothing runs any more, and the process ends as after SIGTERM."""
+        async with answering(context):
+            desk = self._desk
+            limit_s = convert.drain_limit_s(request, desk.config.drain_timeout_s)
+            desk.ask_to_stop(limit_s)
+            try:
+                await asyncio.wait_for(desk.core.idle(), limit_s)
+            except TimeoutError:
+                left = desk.core.num_live
+                raise DeadlineExceeded(
+                    f"{left} requests still ran after {limit_s:g} s of draining and are ended; "
+                    "allow more with timeout_ms",
+                    reason="DRAIN_TIMEOUT",
+                ) from None
+            return convert.drained()
+
+    async def Pause(self, request: Any, context: Any) -> Any:
+        async with answering(context):
+            self._desk.open_facts()
+            mode = convert.pause_mode(request)
+            self._desk.board.pause(True)
+            await self._desk.core.asks.ask(Pause(mode))
+            return convert.paused()
+
+    async def Resume(self, request: Any, context: Any) -> Any:
+        async with answering(context):
+            self._desk.open_facts()
+            await self._desk.core.asks.ask(Resume())
+            self._desk.board.pause(False)
+            return convert.resumed()
+
+    async def StartProfile(self, request: Any, context: Any) -> Any:
+        async with answering(context):
+            self._desk.open_facts()
+            await self._desk.core.asks.ask(convert.start_profile(request))
+            return convert.profile_started()
+
+    async def StopProfile(self, request: Any, context: Any) -> Any:
+        async with answering(context):
+            self._desk.open_facts()
+            return convert.profile_files(await self._desk.core.asks.ask(StopProfile()))

@@ -1,0 +1,200 @@
+"""AdminService on its own port, with a real core: pause, flush, drain, profile."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from engine_service.server.launch import EngineServer
+from engine_service.server.state import EngineState
+from tests.service.engine_fixtures import Client, admin, session, stubs
+from tests.service.test_engine_rank import real_engine
+from tests.waiting import PATIENCE_S, until
+from tidemill.runtime.rpc import to_error
+from tidemill.v1 import engine_pb2 as pb
+from tidemill.v1 import engine_pb2_grpc
+
+SIMULATED = {"executor": "simulated", "admin_port": 0, "simulated_step_ms": 5.0}
+
+
+@asynccontextmanager
+async def operated(
+    tmp_path: Path, **values: Any
+) -> AsyncIterator[tuple[EngineServer, Any, Client]]:
+    async with (
+        real_engine(tmp_path, **{**SIMULATED, **values}) as server,
+        admin(server) as operator,
+        stubs(server) as stub,
+        session(stub) as client,
+    ):
+        yield server, operator, client
+
+
+def paused(mode: str) -> pb.PauseRequest:
+    return pb.PauseRequest(mode=f"PAUSE_MODE_{mode}")
+
+
+async def nothing_moves(server: EngineServer, client: Client) -> None:
+    """Over a tenth of a second, twenty steps."""
+    before, steps = dict(server.desk.core.finished), server.desk.core.load.steps
+    await asyncio.sleep(0.1)
+    assert (dict(server.desk.core.finished), server.desk.core.load.steps) == (before, steps)
+
+
+async def test_the_port_of_operators_is_not_the_port_of_callers(tmp_path: Path) -> None:
+    async with operated(tmp_path) as (server, operator, _):
+        address = f"127.0.0.1:{server.port}"
+        async with grpc.aio.insecure_channel(address) as channel:
+            outside = engine_pb2_grpc.AdminServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await outside.FlushCache(pb.FlushCacheRequest())
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert (await operator.FlushCache(pb.FlushCacheRequest())).pages_flushed == 0
+        for call, request in (
+            (operator.LoadAdapter, pb.LoadAdapterRequest(name="a", path="b")),
+            (operator.ListAdapters, pb.ListAdaptersRequest()),
+            (operator.StartProfile, pb.StartProfileRequest(directory=str(tmp_path))),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as unserved:
+                await call(request)
+            error = to_error(unserved.value)
+            assert (error.grpc_code, error.reason) == (12, "UNSUPPORTED"), error
+        with pytest.raises(grpc.aio.AioRpcError) as unnamed:
+            await operator.Pause(pb.PauseRequest())
+        assert to_error(unnamed.value).param == "mode"
+
+
+async def test_without_the_flag_nobody_is_served(tmp_path: Path) -> None:
+    async with real_engine(tmp_path, executor="simulated") as server:
+        assert server.sideline.admin_port is None
+
+
+async def test_keep_freezes_everything_in_place(tmp_path: Path) -> None:
+    async with operated(tmp_path) as (server, operator, client):
+        await client.submit(1, 5, 6, max_tokens=300)
+        await client.first_token(1)
+        await operator.Pause(paused("KEEP"))
+        assert server.desk.board.snapshot.paused
+        assert server.desk.core.load.running == 1
+        await nothing_moves(server, client)
+        await client.submit(2, 7, 8, max_tokens=3)
+        await client.submit(3, 7, 8, max_tokens=3, timeout_ms=60)
+        await client.drain(3)
+        assert client.ends[3][0].reason == pb.FINISH_REASON_DEADLINE, "time goes on for the queued"
+        assert 2 not in client.ends
+        await operator.Resume(pb.ResumeRequest())
+        await client.drain(1, 2)
+        assert len(client.tokens[1]) == 300
+        assert not server.desk.board.snapshot.paused
+
+
+async def test_wait_lets_what_runs_finish_and_holds_the_rest(tmp_path: Path) -> None:
+    async with operated(tmp_path) as (server, operator, client):
+        await client.submit(1, 5, 6, max_tokens=60)
+        await client.first_token(1)
+        asked = asyncio.create_task(_call(operator))
+        await until(lambda: server.desk.board.snapshot.paused)
+        await client.submit(2, 7, 8, max_tokens=3)
+        await client.drain(1)
+        assert len(client.tokens[1]) == 60
+        await asyncio.wait_for(asked, PATIENCE_S)
+        await nothing_moves(server, client)
+        assert server.desk.core.load.waiting == 1
+        await operator.Resume(pb.ResumeRequest())
+        await client.drain(2)
+
+
+async def _call(operator: Any) -> None:
+    await operator.Pause(paused("WAIT"))
+
+
+async def test_abort_ends_all_and_holds_what_comes(tmp_path: Path) -> None:
+    async with operated(tmp_path, max_rows=1) as (server, operator, client):
+        await client.submit(1, 5, 6, max_tokens=900)
+        await client.submit(2, 5, 6, max_tokens=900)
+        await client.first_token(1)
+        await operator.Pause(paused("ABORT"))
+        await client.drain(1, 2)
+        assert {client.ends[h][0].reason for h in (1, 2)} == {pb.FINISH_REASON_ABORTED}
+        await client.submit(3, 7, 8, max_tokens=3)
+        await nothing_moves(server, client)
+        assert server.desk.core.load.pages_used == 0
+        await operator.Resume(pb.ResumeRequest())
+        await client.drain(3)
+
+
+async def test_who_waits_for_a_pause_hears_that_it_was_ended(tmp_path: Path) -> None:
+    async with operated(tmp_path) as (server, operator, client):
+        await client.submit(1, 5, 6, max_tokens=1500)
+        await client.first_token(1)
+        asked = asyncio.create_task(_call(operator))
+        await until(lambda: server.desk.board.snapshot.paused)
+        await asyncio.sleep(0.05)
+        await operator.Resume(pb.ResumeRequest())
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await asked
+        assert to_error(ended.value).reason == "RESUMED"
+
+
+async def test_a_flush_forgets_prefixes_under_way(tmp_path: Path) -> None:
+    async with operated(tmp_path, page_size=4) as (_, operator, client):
+        prompt = list(range(3, 40))
+        await client.submit(1, *prompt, max_tokens=2)
+        await client.drain(1)
+        await client.submit(2, *prompt, max_tokens=200)
+        await client.first_token(2)
+        assert (await operator.FlushCache(pb.FlushCacheRequest())).pages_flushed >= 9
+        await client.submit(3, *prompt, max_tokens=2)
+        await client.drain(2, 3)
+        assert client.ends[2][0].usage.cached_tokens > 0
+        assert client.ends[3][0].usage.cached_tokens == 0
+
+
+async def test_a_drain_answers_when_idle_or_when_its_time_is_up(tmp_path: Path) -> None:
+    async with operated(tmp_path) as (server, operator, client):
+        await client.submit(1, 5, 6, max_tokens=40)
+        await client.first_token(1)
+        await operator.Drain(pb.DrainRequest(timeout_ms=20_000))
+        assert server.desk.core.num_live == 0
+        await client.drain(1)
+        assert len(client.tokens[1]) == 40
+        assert server.desk.board.state is EngineState.DRAINING
+        assert server.desk.stop.is_set(), "the process ends as after SIGTERM"
+    async with operated(tmp_path) as (server, operator, client):
+        await client.submit(1, 5, 6, max_tokens=1900)
+        await client.first_token(1)
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await operator.Drain(pb.DrainRequest(timeout_ms=50))
+        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "1 requests still ran" in (late.value.details() or "")
+
+
+async def test_a_profile_is_a_chrome_trace(tmp_path: Path) -> None:
+    async with operated(tmp_path, executor="model", max_model_len=256, num_pages=32) as (
+        _,
+        operator,
+        client,
+    ):
+        folder = tmp_path / "traces" / "new"
+        with pytest.raises(grpc.aio.AioRpcError) as idle:
+            await operator.StopProfile(pb.StopProfileRequest())
+        assert to_error(idle.value).reason == "NOT_PROFILING"
+        await operator.StartProfile(pb.StartProfileRequest(directory=str(folder)))
+        with pytest.raises(grpc.aio.AioRpcError) as twice:
+            await operator.StartProfile(pb.StartProfileRequest(directory=str(folder)))
+        assert to_error(twice.value).reason == "PROFILING"
+        await client.submit(1, 5, 6, max_tokens=5)
+        await client.drain(1)
+        files = (await operator.StopProfile(pb.StopProfileRequest())).files
+        assert [Path(name).parent for name in files] == [folder]
+        with gzip.open(files[0]) as trace:
+            names = {event.get("name") for event in json.load(trace)["traceEvents"]}
+        assert any("mm" in str(name) for name in names), "no matrix product in the trace"
