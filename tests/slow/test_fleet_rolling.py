@@ -17,7 +17,7 @@ from tests.e2e.real_stack import HOST
 from tests.slow.fleets import Site, prompts, site, up
 from tests.waiting import PATIENCE_S, free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # a dozen processes start
 
 NUM_CLIENTS, NUM_TOKENS = 24, 20
 FLAGS = ("--max-rows=16", "--simulated-step-ms=50")

@@ -68,7 +68,9 @@ async def drive(stack: Stack, rng: random.Random, seconds: float) -> tuple[Traff
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "seconds"), [("demo", 0.7 * SOAK_S), ("demo-block", 0.3 * SOAK_S)])
+@pytest.mark.parametrize(
+    ("model", "seconds"), [("demo", 0.7 * SOAK_S), ("demo-block", 0.3 * SOAK_S)]
+)
 async def test_soak(tmp_path: Path, seed: int, model: str, seconds: float) -> None:
     stack = Stack(free_port(), free_port(), free_port())
     ports = (f"--http-port={stack.http_port}", f"--grpc-port={stack.grpc_port}")
