@@ -31,7 +31,7 @@ class Load:
     """
 
     def __init__(self, fronts: list[int]) -> None:
-        self._fronts = fronts
+        self.fronts = fronts
         self._numbers = itertools.count()
         self._whole: dict[tuple[int, ...], list[int]] = {}
         self.num_answered = 0
@@ -42,7 +42,7 @@ class Load:
         """Asks once, and judges the answer."""
         number = next(self._numbers)
         prompt = prompts(NUM_CLIENTS)[number % NUM_CLIENTS]
-        fronts = [self._fronts[(number + turn) % len(self._fronts)] for turn in range(2)]
+        fronts = [self.fronts[(number + turn) % len(self.fronts)] for turn in range(2)]
         try:
             tokens = await self._ask(fronts[0], prompt)
             if tokens is None:
@@ -102,7 +102,7 @@ async def start(made: Site, engines: list[int], fronts: list[int]) -> None:
         await up(made, port, *engines)
 
 
-async def test_a_rolling_restart_fails_nobody(tmp_path: Path) -> None:
+async def test_a_rolling_restart_of_engines_fails_nobody(tmp_path: Path) -> None:
     engines, fronts = [free_port() for _ in range(3)], [free_port() for _ in range(2)]
     with site(tmp_path, engine_flags=FLAGS) as made:
         await start(made, engines, fronts)
@@ -114,17 +114,31 @@ async def test_a_rolling_restart_fails_nobody(tmp_path: Path) -> None:
                 made.start_engine(port)
                 for front in fronts:
                     await up(made, front, port)
-            assert not load.failures, load.failures
-            by_engines = load.num_answered
+        print(f"{load.num_answered} answers; {load.num_moved} moved")
+        assert not load.failures, load.failures
+        assert load.num_answered > 100
+        assert not load.num_moved, "control: no frontend had to refuse"
+
+
+async def test_a_rolling_restart_of_frontends_fails_nobody(tmp_path: Path) -> None:
+    """What balances the load sends to a new frontend when it says that it is ready."""
+    engine, fronts = free_port(), [free_port() for _ in range(2)]
+    with site(tmp_path, engine_flags=FLAGS) as made:
+        await start(made, [engine], fronts)
+        load = Load(list(fronts))
+        async with load.running():
+            await asyncio.sleep(2)
             for port in fronts:
                 await asyncio.to_thread(made.stop, port)
-                made.start_frontend(port, *engines)
-                await up(made, port, *engines)
+                load.fronts.remove(port)
+                made.start_frontend(port, engine)
+                await up(made, port, engine)
+                load.fronts.append(port)
             await asyncio.sleep(2)
-        print(f"{by_engines} and {load.num_answered - by_engines} answers; {load.num_moved} moved")
+        print(f"{load.num_answered} answers; {load.num_moved} moved")
         assert not load.failures, load.failures
-        assert by_engines > 100
-        assert load.num_answered - by_engines > 100
+        assert load.num_answered > 100
+        assert load.num_moved, "control: clients met a frontend that was leaving"
 
 
 async def test_control_killed_instead_of_asked_to_stop_some_fail(tmp_path: Path) -> None:
