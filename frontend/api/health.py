@@ -75,7 +75,7 @@ def _health(desk: FrontDesk) -> dict[str, Any]:
         "running": load.running,
         "waiting": load.waiting,
         "queue_size": load.waiting,
-        "queue_capacity": 0 if facts is None else facts.max_queued_requests,
+        "queue_capacity": desk.engine.queue_capacity,
         "memory_used_bytes": load.memory_used or None,
         "memory_total_bytes": load.memory_total or None,
         "kv_cache_usage": load.pages_used / max(1, load.pages_total),
@@ -91,7 +91,8 @@ def _verdict(desk: FrontDesk) -> tuple[str, list[str]]:
     load, reasons = desk.engine.load, []
     if desk.state == "draining":
         reasons.append("draining")
-    if desk.model is not None and load.waiting > FULL_QUEUE * desk.model.facts.max_queued_requests:
+    capacity = desk.engine.queue_capacity
+    if capacity and load.waiting > FULL_QUEUE * capacity:
         reasons.append("the engine's queue is nearly full")
     if load.memory_total and load.memory_used > FULL_MEMORY * load.memory_total:
         reasons.append("the engine's device memory is nearly full")

@@ -110,6 +110,12 @@ class Fleet:
         return Load.of_all(one.client.load for one in self._members.values())
 
     @property
+    def queue_capacity(self) -> int:
+        """Sequences that may wait in all engines together; 0 while none says so."""
+        facts = [one.client.facts for one in self._members.values()]
+        return sum(one.max_queued_requests for one in facts if one is not None)
+
+    @property
     def last_error(self) -> str:
         """Why engines take no requests, or the discovery knows none; '' when all do."""
         troubles = [

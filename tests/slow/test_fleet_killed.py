@@ -16,7 +16,7 @@ from tests.e2e.real_stack import HOST
 from tests.slow.fleets import Client, Site, Stream, Wire, prompts, site, undisturbed, up
 from tests.waiting import free_port, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # a dozen processes start
 
 NUM_STREAMS, NUM_TOKENS = 200, 60
 ROWS = 48
