@@ -49,5 +49,9 @@ def resumed() -> pb.ResumeResponse:
     return pb.ResumeResponse()
 
 
+def level_set() -> pb.SetTraceLevelResponse:
+    return pb.SetTraceLevelResponse()
+
+
 def profile_started() -> pb.StartProfileResponse:
     return pb.StartProfileResponse()

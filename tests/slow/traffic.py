@@ -156,7 +156,13 @@ class Traffic:
             handles = [next(self._handles) for _ in range(8)]
             for handle in handles:
                 prompt = [rng.randrange(3, 250) for _ in range(rng.randint(1, 40))]
-                await session.submit(handle, *prompt, max_tokens=rng.randint(1, 120))
+                await session.submit(
+                    handle,
+                    *prompt,
+                    max_tokens=rng.randint(1, 120),
+                    priority=rng.randint(-1, 1),
+                    fairness_key=rng.choice(["", "anna", "ben"]),
+                )
             await session.read()
             gone = engine_pb2.AbortHandles(handles=handles[:4])
             await session.send(abort=gone)
