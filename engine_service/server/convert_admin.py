@@ -33,10 +33,6 @@ def flushed(num_pages: int) -> pb.FlushCacheResponse:
     return pb.FlushCacheResponse(pages_flushed=num_pages)
 
 
-def traced() -> pb.SetTraceLevelResponse:
-    return pb.SetTraceLevelResponse()
-
-
 def profile_files(files: list[str]) -> pb.StopProfileResponse:
     return pb.StopProfileResponse(files=files)
 
@@ -51,6 +47,10 @@ def paused() -> pb.PauseResponse:
 
 def resumed() -> pb.ResumeResponse:
     return pb.ResumeResponse()
+
+
+def traced() -> pb.SetTraceLevelResponse:
+    return pb.SetTraceLevelResponse()
 
 
 def profile_started() -> pb.StartProfileResponse:

@@ -59,6 +59,9 @@ class Desk:
         self.dead = asyncio.Event()
         self.stop = asyncio.Event()
         """Somebody wants the process to drain and end."""
+        self.num_cut_short = 0
+        """Requests that were ended because the time to drain was over."""
+        self._refuses = asyncio.Event()
         self.drain_timeout_s = config.drain_timeout_s
         self.facts: EngineFacts | None = None
         self.last_error: str | None = None
@@ -159,11 +162,13 @@ class Desk:
         )
 
     def ask_to_stop(self, drain_timeout_s: float) -> None:
-        """Drains at once, and lets the process end as after SIGTERM."""
+        """The process drains and ends as after SIGTERM."""
         self.drain_timeout_s = drain_timeout_s
-        if self.board.state is not EngineState.DRAINING:
-            self.drain()
         self.stop.set()
+
+    async def refuses(self) -> None:
+        """Waits until no new work is taken."""
+        await self._refuses.wait()
 
     def drain(self) -> None:
         """Not ready any more, and sessions are told; who has not heard of it is still served,
@@ -177,6 +182,7 @@ class Desk:
     def refuse(self) -> None:
         """No new work from here on."""
         self._is_closed = True
+        self._refuses.set()
 
     def close_sessions(self, error: ServiceError | None = None) -> None:
         for session in list(self.sessions.values()):

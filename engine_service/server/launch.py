@@ -179,6 +179,7 @@ class EngineServer:
         try:
             await asyncio.wait_for(desk.core.idle(), desk.drain_timeout_s)
         except TimeoutError:
+            desk.num_cut_short = desk.core.num_live
             desk.core.fail_all(
                 Unavailable(
                     f"the engine is shutting down and {desk.drain_timeout_s:g} s of "

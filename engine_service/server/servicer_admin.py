@@ -5,7 +5,6 @@ It does not know requests.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -44,16 +43,16 @@ class AdminServicer(engine_pb2_grpc.AdminServiceServicer):
         async with answering(context):
             desk = self._desk
             limit_s = convert.drain_limit_s(request, desk.config.drain_timeout_s)
+            desk.open_facts()
             desk.ask_to_stop(limit_s)
-            try:
-                await asyncio.wait_for(desk.core.idle(), limit_s)
-            except TimeoutError:
-                left = desk.core.num_live
+            await desk.refuses()  # idle counts from there on only
+            await desk.core.idle()
+            if desk.num_cut_short:
                 raise DeadlineExceeded(
-                    f"{left} requests still ran after {limit_s:g} s of draining and are ended; "
-                    "allow more with timeout_ms",
+                    f"{desk.num_cut_short} requests still ran after {limit_s:g} s of draining and "
+                    "are ended; allow more with timeout_ms",
                     reason="DRAIN_TIMEOUT",
-                ) from None
+                )
             return convert.drained()
 
     async def Pause(self, request: Any, context: Any) -> Any:
@@ -74,6 +73,7 @@ class AdminServicer(engine_pb2_grpc.AdminServiceServicer):
     async def SetTraceLevel(self, request: Any, context: Any) -> Any:
         """From the next request and step on; INVALID_ARGUMENT for a level that does not exist."""
         async with answering(context):
+            self._desk.open_facts()
             self._desk.observer.set_trace_level(request.level)
             return convert.traced()
 

@@ -68,10 +68,8 @@ async def drive(stack: Stack, rng: random.Random, seconds: float) -> tuple[Traff
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "seconds"), [("demo", 0.7 * SOAK_S), ("demo-block", 0.3 * SOAK_S)]
-)
-async def test_soak(tmp_path: Path, seed: int, model: str, seconds: float) -> None:
+@pytest.mark.parametrize(("model", "share"), [("demo", 0.7), ("demo-block", 0.3)])
+async def test_soak(tmp_path: Path, seed: int, model: str, share: float) -> None:
     stack = Stack(free_port(), free_port(), free_port())
     ports = (f"--http-port={stack.http_port}", f"--grpc-port={stack.grpc_port}")
     rng = random.Random(seed)
@@ -81,7 +79,7 @@ async def test_soak(tmp_path: Path, seed: int, model: str, seconds: float) -> No
         assert len(stack.services) == 3
         await drive(stack, rng, WARM_UP_S)
         before = held(stack)
-        traffic, preemptions = await drive(stack, rng, seconds)
+        traffic, preemptions = await drive(stack, rng, share * SOAK_S)
         print(model, dict(traffic.ends), f"{preemptions} preemptions", before, held(stack))
         eventually(lambda: not grown(before, held(stack)), "a process grew")
         assert len(traffic.ends) == 13, "every kind of request was among them"
