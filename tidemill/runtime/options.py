@@ -76,7 +76,7 @@ def parse(
     if positional and not hasattr(said, positional) and len(rest) == 1 and rest[0][0] != "-":
         setattr(said, positional, rest.pop())
     try:
-        _refuse_unknown("argument", rest, map(flag_of, known))
+        _refuse_unknown("argument", [w for w in rest if w[:1] == "-"] or rest, map(flag_of, known))
         words = _words_of_file(said.config, known) + _words_of_environment(environ, known)
     except (OSError, ValueError, yaml.YAMLError) as error:
         parser.error(str(error))
