@@ -153,7 +153,7 @@ class Desk:
         """How the engine is loaded, and how it is."""
         reading = self.reading()
         return LoadReport(
-            load=reading.snapshot.load,
+            load=self.core.load,
             engine_silence_ms=reading.silence_ms,
             stalled=reading.snapshot.stalled,
             state=reading.snapshot.state,

@@ -20,6 +20,8 @@ from frontend.api import grpc_text_convert as convert
 from frontend.api.grpc_text import TextServicer
 from frontend.api.grpc_text_infill import to_infill_request
 from frontend.api.grpc_text_pool import to_embed_request, to_rerank_request, to_score_request
+from frontend.config import FrontendConfig
+from frontend.gate import Gate
 from tidemill.runtime.errors import ServiceError, Unsupported
 from tidemill.v1 import engine_pb2, text_pb2
 
@@ -247,7 +249,8 @@ class Desk:
 def of_method(name: str) -> Callable[[Any], object]:
     def read(request: Any) -> object:
         desk = Desk()
-        step = getattr(TextServicer(desk), name)(request, None)  # type: ignore[arg-type]
+        servicer = TextServicer(desk, Gate(FrontendConfig()))  # type: ignore[arg-type]
+        step = getattr(servicer, name)(request, None)
         try:
             step.send(None)
         except StopIteration:

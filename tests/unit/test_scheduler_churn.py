@@ -150,7 +150,7 @@ def row_is_let_go_in_flight() -> Broken:
     real = Scheduler._end
 
     def end(self: Scheduler, request: Request, ending: Ending, now: int) -> None:
-        self._planner.convoy.leave(request)
+        self.planner.convoy.leave(request)
         num_steps, request.in_flight = request.in_flight, 0
         real(self, request, ending, now)
         request.in_flight = num_steps
@@ -193,7 +193,7 @@ def preempted_request_is_lost() -> Broken:
 
     def preempt(self: Planner, request: Request) -> None:
         real(self, request)
-        self._waiting.remove(request)
+        self.waiting.remove(request)
 
     return Planner, "_preempt", preempt
 
