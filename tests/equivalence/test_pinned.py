@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from engine_service.core import request, scheduler
+from engine_service.core import opening, request
 from engine_service.core.messages import FinishReason
 from engine_service.core.pinning import Pinned
 from engine_service.core.step import FULL
@@ -206,7 +206,7 @@ def num_wrong(**options: Any) -> int:
 
 
 def test_control_a_first_canvas_without_its_pinned_tokens_is_seen() -> None:
-    with patch.object(scheduler, "pin", lambda canvas, start, pinned: canvas):
+    with patch.object(opening, "pin", lambda canvas, start, pinned: canvas):
         assert num_wrong() > 0
 
 
