@@ -21,7 +21,13 @@ SOAK_S = float(os.environ.get("SOAK_SECONDS", "300"))
 WARM_UP_S = 20.0
 GROWTH = 1.15
 SLACK_THREADS = 2  # gRPC adds pollers under load and ends them when it likes
-FEW = ("--max-rows=16", "--num-pages=80", "--max-model-len=1280", "--drain-timeout-s=1")
+FEW = (
+    "--max-rows=16",
+    "--num-pages=80",
+    "--max-model-len=1280",
+    "--drain-timeout-s=1",
+    "--max-queue-delay-s=0",
+)
 """Pages for one of the longest requests: rows are preempted all the time."""
 
 
