@@ -205,6 +205,8 @@ class CoreClient(asyncio.Protocol):
                     self._listener.stepped(event)
                 case Ready():
                     self._beats = True
+                    # How large the pool is, is known before the first step.
+                    self.load = self.load._replace(pages_total=event.engine.num_pages)
                     self._listener.ready(event)
                 case KvEvents():
                     self._listener.kv_changed(event)
