@@ -63,8 +63,9 @@ build/grpc_cpp/chat: $(wildcard examples/grpc_cpp/* proto/tidemill/v1/*)
 	@MAKEFLAGS= cmake --build $(@D) >/dev/null
 	@touch $@
 
-test-slow: setup ## soaks, the promised figures and the wheel, one test after the other
-	$(PYTEST) -m "slow and not gpu" --timeout=600 tests
+test-slow: setup ## long tests (soaks, the wheel, images), then promised figures by themselves
+	$(PYTEST) -n 2 --dist loadgroup -m "slow and not gpu and not alone" --timeout=600 tests
+	$(PYTEST) -m "slow and not gpu and alone" --timeout=600 tests
 
 test-gpu: setup ## tests that need a CUDA device
 	$(PYTEST) -m gpu --timeout=600 tests

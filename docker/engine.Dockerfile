@@ -29,7 +29,7 @@ RUN /venv/bin/pip install --quiet --no-cache-dir --no-deps --no-build-isolation 
 FROM ${BASE_IMAGE}
 ARG VERSION=0.1.0
 LABEL org.opencontainers.image.title="tidemill-engine" \
-      org.opencontainers.image.description="Tidemill: autoregressive and diffusion models on one GPU" \
+      org.opencontainers.image.description="Tidemill: autoregressive and diffusion models on GPUs" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}"
 # Triton compiles the launchers of its kernels with a C compiler when the engine starts.

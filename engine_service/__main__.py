@@ -6,6 +6,7 @@ It does not know what the flags mean.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 import uvloop
 
 from engine_service.config import EngineConfig
+from engine_service.node import NodeRanks
+from engine_service.nodes import node_of
 from engine_service.server.launch import EngineServer
 from engine_service.server.state import SERVING, Snapshot
 from tidemill.runtime import log, options
@@ -25,7 +28,19 @@ _LOG = logging.getLogger("tidemill.engine")
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the flags, serves, and returns the exit status."""
     (config,) = options.parse([EngineConfig], argv, prog="tidemill engine", positional="model")
+    return serve(config)
+
+
+def serve(config: EngineConfig) -> int:
+    """One engine in this process until it is told to stop; returns the exit status."""
     log.configure(config.log_level, service="engine")
+    try:
+        node = node_of(config, os.environ)
+        if node is not None and node.index:
+            return NodeRanks(config, node).run()
+    except ServiceError as error:
+        _LOG.error("%s", error)
+        return 1
     return uvloop.run(_serve(config))
 
 

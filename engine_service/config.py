@@ -25,9 +25,31 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and KV; auto: float32 on CPU, the checkpoint's or float16 on GPU."""
     device: str = "auto"
-    """cpu, cuda, cuda:N, or auto (CUDA when there is one)."""
+    """cpu, cuda, cuda:N, or auto (CUDA when there is one); several ranks, and engines of
+    data_parallel_size, take the devices from there on."""
     tensor_parallel_size: int = 1
-    """GPUs that share one model."""
+    """GPUs that share one model, each with a process of its own; on the CPU processes that share
+    its cores. They are this machine's, unless `executor` or `nnodes` say otherwise."""
+    pipeline_parallel_size: int = 1
+    """Stages that the model's layers are split into, one behind the other, of tensor_parallel_size
+    GPUs (or processes) each. As many steps run at once, of different requests."""
+    expert_parallel: bool = False
+    """Each of the tensor_parallel_size ranks holds some of a layer's experts whole, instead of a
+    share of each: fewer and larger products, but ranks whose experts are asked for most hold up the
+    others."""
+    role: Literal["both", "prefill", "decode"] = "both"
+    """What it does of a request. prefill: it computes prompts and hands their KV to others; decode:
+    it generates, and fetches the KV of prompts from prefill engines that the frontend picks; both:
+    everything, alone. prefill and decode need prefix_caching, one rank and a causal or
+    block-causal model."""
+    kv_connector: Literal["auto", "grpc", "shm"] = "auto"
+    """How a decode engine gets KV: grpc, in messages; shm, in shared memory of one host, and not at
+    all from others; auto: shm where both engines can, else grpc."""
+    kv_transfer_timeout_s: float = 30.0
+    """How long a decode engine waits for the KV of a prompt before it computes the rest itself."""
+    kv_tls_ca: str | None = None
+    """PEM file of the CA of the prefill engines' certificates: a decode engine speaks TLS with them
+    and shows its own certificate (tls_cert), if it has one."""
     max_model_len: int | None = None
     """Longest prompt + output in tokens; default: the checkpoint's own limit."""
     page_size: int | None = None
@@ -74,14 +96,28 @@ class EngineConfig:
     """Launch every kernel by itself instead of replaying CUDA graphs."""
     seed: int = 0
     """Seed of dummy weights and of requests that bring none (0: a fresh one per request)."""
-    executor: Literal["model", "simulated"] = "model"
-    """simulated replaces the model by a fixed step time and deterministic tokens."""
+    executor: Literal["model", "torchrun", "lws", "ray", "simulated"] = "model"
+    """Where the ranks run: model, on this machine, or on the `nnodes` that are started alike;
+    torchrun, one in each process that it starts; lws, evenly in the pods of a LeaderWorkerSet; ray,
+    the first in this process and an actor for each other one. simulated computes nothing: a fixed
+    step time and deterministic tokens."""
+    nnodes: int = 1
+    """Hosts that the ranks of executor model are spread over evenly; the engine is started on each,
+    with the same flags but `node_rank`, and the first one serves."""
+    node_rank: int = 0
+    """Which of `nnodes` this is."""
+    leader_address: str | None = None
+    """HOST or HOST:PORT (50065) of the first host, where the others come to; with torchrun and lws
+    by default where the environment says."""
+    group_token_file: str | None = None
+    """File with the secret by which hosts of one engine know each other; the same on all."""
     simulated_step_ms: float = 5.0
     """Step time of the simulated executor."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     engine_port: int = 50061
-    """Port of the engine's gRPC services; 0 takes a free one."""
+    """Port of the engine's gRPC services; 0 takes a free one. With data_parallel_size it is the
+    first engine's and each next one's is one higher, like all ports of engines."""
     vllm_facade: bool = False
     """Serve vllm.grpc.engine.VllmEngine too, by which gateways such as SMG drive an engine."""
     admin_port: int | None = None
@@ -89,14 +125,15 @@ class EngineConfig:
     served; 0 takes a free one. It listens on `host`, so keep the network away from it."""
     kv_events_zmq: str | None = None
     """ZeroMQ address where changes of the prefix index are published, as vLLM does it: bound when
-    it has a wildcard (tcp://*:5557), else connected to."""
+    it has a wildcard (tcp://*:5557), else connected to. With data_parallel_size ports count up per
+    engine, as with vLLM; here and in kv_events_replay: leave room between the two."""
     kv_events_replay: str | None = None
     """ZeroMQ address where readers of kv_events_zmq get what they missed (tcp://*:5558)."""
     kv_events_topic: str = ""
     """First frame of what is published; llm-d wants kv@<pod>@<model>."""
     tls_cert: str | None = None
-    """PEM file of this server's certificate and its chain; TLS on all ports but --health-port. Read
-    again when it changes, like the next two."""
+    """PEM file of this server's certificate and its chain; TLS on all ports but --health-port,
+    --metrics-port and KV events over ZeroMQ. Read again when it changes, like the next two."""
     tls_key: str | None = None
     """PEM file of the certificate's key."""
     tls_client_ca: str | None = None
@@ -131,8 +168,13 @@ class EngineConfig:
     their caller says."""
     trace_level: int = 1
     """0: no spans; 1: requests and their phases; 2: steps of traced requests too; 3: every block
-    of diffusion requests too."""
+    of diffusion requests, and every rank's part of these steps, too."""
     trace_step_every: int = 0
     """Trace every so manieth step, whoever is part of it; 0: none. From trace level 1 on."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that one model is spread over."""
+        return max(1, self.tensor_parallel_size * self.pipeline_parallel_size)

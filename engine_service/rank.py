@@ -6,14 +6,13 @@ is the EngineConfig. It does not know gRPC, nor what an engine consists of.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import logging
 import os
-import signal
 import socket
 import sys
+import threading
 
+from engine_service.child import calm_the_collector, die_with, ignore_stop_signals
 from engine_service.composition import compose
 from engine_service.core.loop import CoreLoop
 from engine_service.core.messages import Fatal, Progress, Ready
@@ -23,34 +22,15 @@ from engine_service.pipe import BlockingPipe, PeerGone
 from tidemill.runtime import log
 from tidemill.runtime.errors import ServiceError
 
-_PR_SET_PDEATHSIG = 1
+_HEARD_S = 0.5
+_ENDED_S = 1.0
 _LOG = logging.getLogger("tidemill.rank")
-
-
-def _die_with(parent_pid: int) -> None:
-    """The kernel kills this process when its parent dies, also while it loads."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        sys.exit("the engine server is gone already")
-
-
-def _calm_the_collector() -> None:
-    """Keeps Python's cycle collector out of the step.
-
-    With the default thresholds it ran several times a step over everything that loading had made:
-    0.4 ms of 2.3 ms host time at 256 rows (measured with torch imported).
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 def main(argv: list[str]) -> int:
     """Serves one pipe until its other end closes; returns the exit status."""
-    _die_with(int(argv[1]))
-    for number in (signal.SIGINT, signal.SIGTERM):  # the server decides when this process ends
-        signal.signal(number, signal.SIG_IGN)
+    die_with(int(argv[1]))
+    ignore_stop_signals()
     pipe = BlockingPipe(socket.socket(fileno=int(argv[0])))
     try:
         return _serve(pipe)
@@ -62,7 +42,11 @@ def _serve(pipe: BlockingPipe) -> int:
     config = pipe.receive(None)[0]
     log.configure(config.log_level, service="rank0")
     try:
-        engine = compose(config, lambda *progress: pipe.send([Progress(*progress)]))
+        engine = compose(
+            config,
+            lambda *progress: pipe.send([Progress(*progress)]),
+            on_lost=lambda error: _end(pipe, error),
+        )
         pipe.send([Progress("warm-up", 0, 0)])
         warm_up(engine.scheduler, engine.executor, engine.facts)
     except ServiceError as error:
@@ -76,17 +60,33 @@ def _serve(pipe: BlockingPipe) -> int:
         _LOG.exception("start-up failed")
         pipe.send([Fatal(f"start-up failed: {type(bug).__name__}: {bug}")])
         return 1
-    _calm_the_collector()
+    calm_the_collector()
     pipe.send([Ready(engine.facts)])
-    CoreLoop(
+    loop = CoreLoop(
         inbox=pipe,
         outbox=pipe,
         scheduler=engine.scheduler,
         executor=engine.executor,
-        watch=Watch(engine.scheduler.planner, engine.memory),
+        watch=Watch(engine.scheduler.planner, engine.memory, engine.others),
         profiler=engine.profiler,
-    ).run()
+        transfers=engine.transfers,
+    )
+    try:
+        loop.run()
+    finally:
+        engine.close()
     return 0
+
+
+def _end(pipe: BlockingPipe, error: ServiceError) -> None:
+    """A rank is lost: tells the server and ends this process from a thread beside the main one,
+    which may wait for that rank for ever, or hold what logging needs."""
+    late = threading.Timer(_HEARD_S + _ENDED_S, os._exit, [1])
+    late.daemon = True
+    late.start()
+    pipe.last_words([Fatal(error.message)], _HEARD_S)
+    _LOG.critical("%s", error)
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -56,14 +56,9 @@ class ResolvedConfig:
 def resolve(config: EngineConfig, traits: ModelTraits, device: torch.device) -> ResolvedConfig:
     """Fills in defaults by device and model and checks what the operator chose.
 
-    Raises InvalidRequest naming the flag, the value, the limit and what to pass instead, and
-    Unsupported for more than one GPU.
+    Raises InvalidRequest naming the flag, the value, the limit and what to pass instead.
     """
-    if config.tensor_parallel_size != 1:
-        raise Unsupported(
-            f"tensor_parallel_size {config.tensor_parallel_size} is not supported; pass 1",
-            param="tensor_parallel_size",
-        )
+    _check_role(config, traits)
     defaults = _CUDA if device.type == "cuda" else _CPU
     reasons: list[str] = []
     block = granularity(traits.mask_block)
@@ -152,3 +147,24 @@ def _require_at_least(name: str, value: int, least: int, because: str) -> None:
         raise InvalidRequest(
             f"{name} {value} is less than {least} ({because}); pass {least} or more", param=name
         )
+
+
+def _check_role(config: EngineConfig, traits: ModelTraits) -> None:
+    """Raises Unsupported where a prompt's KV cannot be moved."""
+    if config.role == "both":
+        return
+    size = config.num_ranks
+    reasons = (
+        (
+            traits.mask_block >= FULL,
+            "every position of this model sees all others, so a prompt has no keys and values of "
+            "its own that could be moved",
+        ),
+        (not traits.methods, "this model is an encoder and generates nothing"),
+        (config.executor == "simulated", "the simulated executor keeps no keys and values"),
+        (not config.prefix_caching, "it hands prefixes over, and prefix_caching is off"),
+        (size != 1, f"it has {size} ranks, and only whole pages of one are moved"),
+    )
+    for applies, why in reasons:
+        if applies:
+            raise Unsupported(f"role is {config.role!r}: {why}; pass --role both", param="role")

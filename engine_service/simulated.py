@@ -51,7 +51,7 @@ class SimulatedExecutor:
     """Implements core.strategy.Executor. Each step takes `step_s`, one after the other like on a
     device; every wanted position is decided, and no token of `never` is produced."""
 
-    overlaps = True
+    depth = 1
 
     def __init__(
         self, limits: ExecutorLimits, *, vocab_size: int, step_s: float, never: frozenset[int]

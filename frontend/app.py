@@ -3,43 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import grpc
 import uvicorn
 
+from frontend.api.bounded_http import bounded_http
 from frontend.api.grpc_gate import GateInterceptor
-from frontend.api.grpc_oip import OIP_SERVICE, add_oip_service
-from frontend.api.grpc_text import SERVICE, add_text_service
+from frontend.api.grpc_ingress import IngressInterceptor
+from frontend.api.grpc_oip import OipServicer
+from frontend.api.grpc_service import add_service
+from frontend.api.grpc_text import TextServicer
 from frontend.api.routes import build_http
 from frontend.config import FrontendConfig
 from frontend.desk import FrontDesk
 from frontend.gate import Gate
+from frontend.listener import HttpServer, listen
 from frontend.parsers.registry import output_format
 from frontend.template_pool import prepare
-from tidemill.runtime.errors import FailedPrecondition
 from tidemill.runtime.health import Health
 from tidemill.runtime.parsing import MalformedRequests
 from tidemill.runtime.rpc import bind, server_options
 from tidemill.security.health_port import HealthPort
 from tidemill.security.server_tls import ServerTls, port_credentials, server_tls
+from tidemill.telemetry.event_loop import EventLoopTasks
 from tidemill.telemetry.tracer import Tracer
 
 _LOG = logging.getLogger("tidemill.frontend")
 _CLOSING_S = 2.0
-_BACKLOG = 2048
 _PROBE_S = 0.25
+_SERVICERS = (TextServicer, OipServicer)
+_NAMES = tuple(servicer.contract.full_name for servicer in _SERVICERS)
+_READY = ("", "readiness", *_NAMES)
+"""What grpc.health.v1 says of these names is whether requests are taken."""
 
 
 class FrontendServer:
     """A running frontend. `http_port` and `grpc_port` are the bound ones."""
 
-    def __init__(self, config: FrontendConfig) -> None:
+    def __init__(self, config: FrontendConfig, listener: socket.socket) -> None:
         self._config = config
         self._gate = Gate(config)
         self._tls = server_tls(config)
@@ -47,16 +53,21 @@ class FrontendServer:
             "tidemill-frontend", config.otlp_endpoint, sample_ratio=config.trace_sample_ratio
         )
         self.desk = FrontDesk(config, tracer)
-        self._health = Health(("", "liveness", "readiness", SERVICE))
+        self.desk.metrics.add(EventLoopTasks(asyncio.get_running_loop()))
+        self._health = Health(("liveness", *_READY))
         gates = () if self._gate.is_open else (GateInterceptor(self._gate),)
         self._grpc = grpc.aio.server(
-            interceptors=(*gates, MalformedRequests()),
+            interceptors=(
+                IngressInterceptor(self.desk, self._gate),
+                *gates,
+                MalformedRequests(),
+            ),
             options=server_options(config.max_message_bytes),
         )
-        self._http = _Uvicorn(
+        self._http = HttpServer(
             uvicorn.Config(
                 build_http(self.desk, self._gate),
-                http="httptools",
+                http=bounded_http(config.read_timeout_s),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -66,10 +77,11 @@ class FrontendServer:
                 proxy_headers=False,  # the gate knows which proxies to trust
                 ssl_context_factory=_context_of(self._tls),
                 timeout_graceful_shutdown=int(_CLOSING_S),
-            )
+            ),
+            listener,
         )
         self._tasks: list[asyncio.Task[None]] = []
-        self.http_port = 0
+        self.http_port: int = listener.getsockname()[1]
         self.grpc_port = 0
         self._probes: HealthPort | None = None
 
@@ -86,14 +98,14 @@ class FrontendServer:
         parser is not known.
         """
         output_format(config.tool_call_parser, config.reasoning_parser, None)
-        listener = _listen(config.host, config.http_port)
+        listener = listen(config.host, config.http_port)
         try:
-            server = cls(config)
+            server = cls(config, listener)
         except BaseException:
             listener.close()
             raise
         try:
-            await server._open(listener)
+            await server._open()
         except BaseException:
             listener.close()
             await server.desk.close()
@@ -120,14 +132,18 @@ class FrontendServer:
         return 0
 
     async def drain(self) -> None:
-        """Not ready any more; running requests finish, at most within `drain_timeout_s`."""
+        """Not ready any more. After `drain_pause_s` connections and gRPC calls are refused; what
+        runs finishes, at most within `drain_timeout_s`."""
         _LOG.info("draining", extra={"requests": self.desk.num_live})
-        for name in ("", "readiness", SERVICE):
+        for name in _READY:
             self._health.tell(name, False)
-        await self.desk.drain()
+        await self.desk.announce_drain()
+        await self._http.refuse()
+        await asyncio.gather(self.desk.drain(), self._http.finish(self._config.drain_timeout_s))
 
     async def stop(self) -> None:
-        """Ends both faces, then the session with the engine."""
+        """Ends what still runs, both faces, then the session with the engine."""
+        self.desk.cut_short()
         self._http.should_exit = True
         await self._grpc.stop(_CLOSING_S)
         watch, serving = self._tasks
@@ -138,12 +154,11 @@ class FrontendServer:
         await self.desk.close()
         _LOG.info("stopped")
 
-    async def _open(self, listener: socket.socket) -> None:
+    async def _open(self) -> None:
         config = self._config
-        add_text_service(self.desk, self._grpc, self._gate)
-        add_oip_service(self.desk, self._grpc, self._gate)
-        names = (SERVICE, OIP_SERVICE)
-        await self._health.register(self._grpc, reflection=names if config.reflection else ())
+        for servicer in _SERVICERS:
+            add_service(self._grpc, servicer(self.desk, self._gate))
+        await self._health.register(self._grpc, reflection=_NAMES if config.reflection else ())
         self._health.tell("liveness", True)
         credentials = port_credentials(self._tls)
         self.grpc_port = bind(
@@ -151,13 +166,12 @@ class FrontendServer:
         )
         if config.health_port is not None:
             self._probes = await HealthPort.open(self._health, config.host, config.health_port)
-        self.http_port = listener.getsockname()[1]
         await self._grpc.start()
         prepare()
-        self.desk.engine.start()
+        self.desk.fleet.start()
         self._tasks = [
             asyncio.create_task(self._follow(), name="readiness"),
-            asyncio.create_task(self._http.serve(sockets=[listener]), name="http"),
+            asyncio.create_task(self._http.run_until_told(), name="http"),
         ]
         _LOG.info(
             "listening",
@@ -170,51 +184,23 @@ class FrontendServer:
 
     async def _follow(self) -> None:
         """gRPC health follows the desk: ready while it takes requests."""
-        if not await self.desk.engine.wait_ready(self._config.connect_timeout_s):
+        if not await self.desk.fleet.wait_ready(self._config.connect_timeout_s):
             _LOG.warning(
                 "still no engine after %g s: %s",
                 self._config.connect_timeout_s,
-                self.desk.engine.last_error,
+                self.desk.fleet.last_error,
             )
         last = None
         while True:
             state = self.desk.state
             if state != last:
-                for name in ("", "readiness", SERVICE):
+                for name in _READY:
                     self._health.tell(name, state == "ready")
                 _LOG.info("state: %s", state)
                 last = state
             await asyncio.sleep(_PROBE_S)
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers: the frontend has its own drain."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to FrontendServer.run."""
-        yield
-
-
 def _context_of(tls: ServerTls | None) -> Callable[..., ssl.SSLContext] | None:
     """What uvicorn asks for its context; None: plaintext."""
     return None if tls is None else lambda config, default: tls.http_context()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket; FailedPrecondition when the port is taken or the address is not ours."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except OSError as failure:
-        listener.close()
-        raise FailedPrecondition(
-            f"cannot listen on {host}:{port}: {failure.strerror}; stop the other process or choose "
-            "another port with --http-port (0 takes a free one)",
-            reason="PORT_IN_USE",
-            param="--http-port",
-        ) from failure
-    return listener

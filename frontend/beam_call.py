@@ -65,7 +65,8 @@ class BeamCall:
         self._timings: Timings | None = None
         self._failed: Finish | None = None
         self.has_begun = False
-        """Whether anything has arrived."""
+        """Whether anything of the round that runs has arrived. Of those before it nobody has heard:
+        the search may begin again at another engine."""
         self._searches: list[tuple[list[EngineSequence], BeamSearch]] = []
         for sequence in sequences:
             if sequence.choice == 0:
@@ -98,6 +99,7 @@ class BeamCall:
         self, asked: EngineSequence, beams: Sequence[Hypothesis]
     ) -> list[TokenLogprobs]:
         """The likeliest next tokens behind every beam."""
+        self.has_begun = False
         call = self._call = self._open([
             replace(
                 asked,

@@ -43,12 +43,18 @@ class FrontendConfig:
     """Largest HTTP request body; larger ones are answered 413."""
     max_message_bytes: int = 64 << 20
     """Largest gRPC message."""
+    read_timeout_s: float = 60.0
+    """How long a client may take to send an HTTP request, from the first byte of its head to the
+    last one of its body; then the connection is closed. 0: any time."""
     max_n: int = 16
     """Most choices per request."""
     request_timeout_s: float | None = None
     """Deadline of requests that bring none."""
     connect_timeout_s: float = 60.0
     """How long to wait for the engine at start-up."""
+    engine_silence_s: float = 10.0
+    """An engine that says nothing for so long is taken for gone, and its streams end; after half of
+    it, it gets no new requests. Engines speak twice a second, whatever they compute; at least 1."""
     drain_timeout_s: float = 30.0
     """How long SIGTERM waits for running requests."""
     drain_pause_s: float = 0.0

@@ -65,31 +65,36 @@ class FrontDesk:
             config.engine_tls_key,
             config.engine_tls_name,
         )
-        self.engine = Fleet(
+        self.fleet = Fleet(
             discovery_of(config.engine),
             routing=config.routing,
             dial=Dialing(channel_options(config.max_message_bytes), tls),
+            silence_s=config.engine_silence_s,
             load_model=self._load_model,
         )
-        self.metrics.add(FleetMetrics(self.engine))
+        self.metrics.add(FleetMetrics(self.fleet))
 
     @property
     def state(self) -> str:
         """starting (no engine takes requests), ready, stalled (all are silent) or draining."""
-        if self.is_draining or self.engine.state == "draining":
+        if self.is_draining or self.fleet.state == "draining":
             return "draining"
-        state = self.engine.state
+        state = self.fleet.state
         return state if self.model is not None and state != "connecting" else "starting"
 
-    def check_ready(self) -> ServedModel:
-        """The served model. Raises Unavailable, with the reason, when requests cannot be taken."""
+    def check_open(self) -> None:
+        """Raises Unavailable when a request comes too late for the drain. Those of HTTP never do:
+        their connections are refused."""
         if self._is_closed:
             raise Unavailable(
                 "this frontend is draining: it finishes running requests and then stops",
                 reason="DRAINING",
                 retry_after_ms=1000,
             )
-        self.engine.check_ready()
+
+    def check_ready(self) -> ServedModel:
+        """The served model. Raises Unavailable, with the reason, when no engine takes requests."""
+        self.fleet.check_ready()
         assert self.model is not None, "a session without a model"
         return self.model
 
@@ -171,19 +176,25 @@ class FrontDesk:
     def metrics_text(self, accept: str = "") -> tuple[bytes, str]:
         """The page for Prometheus, with the engines' last load reports, and its content type."""
         name = "" if self.model is None else self.model.name
-        metrics, load = self.metrics, self.engine.load
-        metrics.engine_up.labels(name).set(self.engine.num_open)
-        metrics.num_running.labels(name).set(load.running)
-        metrics.num_waiting.labels(name).set(load.waiting)
-        metrics.kv_usage.labels(name).set(load.pages_used / max(1, load.pages_total))
+        metrics, load = self.metrics, self.fleet.load
+        for gauge, value in (
+            (metrics.engine_up, self.fleet.num_open),
+            (metrics.num_running, load.running),
+            (metrics.num_waiting, load.waiting),
+            (metrics.kv_usage, load.pages_used / max(1, load.pages_total)),
+        ):
+            gauge.clear()  # what it was before the model had its name would stay for ever
+            gauge.labels(name).set(value)
         return metrics.text(accept, self.config.metrics_alias)
 
-    async def drain(self) -> None:
-        """Not ready at once; refuses new requests after `drain_pause_s`, when everybody has had
-        time to hear of it, and waits for the running ones, as long as configured."""
+    async def announce_drain(self) -> None:
+        """Not ready from now on, but requests are taken. Returns after `drain_pause_s`, when
+        everybody has had time to hear of it."""
         self.is_draining = True
-        if self.config.drain_pause_s > 0:
-            await asyncio.sleep(self.config.drain_pause_s)
+        await asyncio.sleep(self.config.drain_pause_s)
+
+    async def drain(self) -> None:
+        """Refuses new calls, and waits for the running ones, as long as configured."""
         self._is_closed = True
         if not self._live:
             return
@@ -192,12 +203,18 @@ class FrontDesk:
             async with asyncio.timeout(self.config.drain_timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            _LOG.warning("%d requests outlived the drain and are aborted", len(self._live))
+            _LOG.warning("%d requests outlived the drain", len(self._live))
+
+    def cut_short(self) -> None:
+        """What still runs ends with UNAVAILABLE, behind what has arrived of it."""
+        self._is_closed = True
+        text = "this frontend is shutting down; send the request to another one"
+        self.fleet.cut_short(Unavailable(text, reason="DRAIN_TIMEOUT", retry_after_ms=1000))
 
     async def close(self) -> None:
         """Ends what runs in the background, the sessions with engines and the threads."""
         await self.background.close()
-        await self.engine.close()
+        await self.fleet.close()
         self.pool.close()
         if self._templates is not None:
             await self._templates.close()

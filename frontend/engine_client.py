@@ -16,7 +16,7 @@ import grpc
 from frontend import engine_convert as convert
 from frontend.call import Call
 from frontend.engine_slots import Slots
-from frontend.liveness import SILENCE_S, Liveness
+from frontend.liveness import Liveness
 from frontend.messages import EngineFacts, Load
 from frontend.messages import Sequence as EngineSequence
 from frontend.rounds import Rounds
@@ -57,6 +57,7 @@ class EngineClient:
         self,
         dialer: Dialer,
         *,
+        silence_s: float,
         rounds: Rounds,
         on_connected: Connected,
         on_change: Callable[[EngineClient, bool], None],
@@ -68,7 +69,7 @@ class EngineClient:
         self._slots = Slots(rounds)
         self._ready = False
         self._draining = False
-        self._alive = Liveness(0.0)
+        self._alive = Liveness(0.0, silence_s)
         self._task: asyncio.Task[None] | None = None
         self.channel: grpc.aio.Channel | None = None
         self.lost = asyncio.Event()
@@ -76,7 +77,8 @@ class EngineClient:
         self.facts: EngineFacts | None = None
         self.instance_id = ""
         self.num_pooling = 0
-        """Prompts that are being pooled there."""
+        """Prompts that are being pooled there. Written by engine_pool."""
+        self._pooling_at_report = 0
         self.load = Load()
         self.last_error = f"no connection to the engine at {self.address} yet"
         self._last_reason, self._is_retriable = "", True
@@ -131,8 +133,10 @@ class EngineClient:
 
     @property
     def sent(self) -> tuple[int, int]:
-        """(sequences, prompt tokens) sent since the last report; ended sequences are taken off."""
-        return self._slots.sent, self._slots.sent_tokens
+        """(sequences, prompt tokens) sent since the last report; ended sequences are taken off, and
+        of prompts that are pooled only the number counts."""
+        pooling = self.num_pooling - self._pooling_at_report
+        return self._slots.sent + pooling, self._slots.sent_tokens
 
     def excuse(self, seconds: float) -> None:
         """This process slept so long: it is not the engine that was silent."""
@@ -167,6 +171,10 @@ class EngineClient:
         self.check_ready()
         return self._slots.open(request_id, sequences, timeout_ms=timeout_ms, trace=trace)
 
+    def cut_short(self, error: ServiceError) -> None:
+        """Aborts every live request there; each ends with `error`."""
+        self._slots.cut_short(error)
+
     async def fetch_tokenizer(self, folder: Path) -> None:
         """Writes the engine's tokenizer files into `folder`, and checks their digest."""
         stub = rpc.EngineInfoServiceStub(self.channel)
@@ -190,7 +198,8 @@ class EngineClient:
             except grpc.RpcError as failure:
                 error = to_error(failure)
             except TimeoutError:
-                error = Unavailable(f"no sign of life from {self.address} for {SILENCE_S:g} s")
+                silence_s = self._alive.silence_s
+                error = Unavailable(f"no sign of life from {self.address} for {silence_s:g} s")
                 is_silent = True
             except ServiceError as failure:
                 error = failure
@@ -213,7 +222,7 @@ class EngineClient:
             _LOG.warning("no session with the engine: %s", why, extra={"engine": self.address})
         self.last_error, self._last_reason = error.message, error.reason
         self._is_retriable = isinstance(error, _PASSING)
-        self.facts, self.load = None, Load()
+        self.facts, self.load, self._pooling_at_report = None, Load(), 0
         slots, self._slots = self._slots, Slots(self._rounds)
         gone, self.lost = self.lost, asyncio.Event()
         slots.close(self.loss())
@@ -244,7 +253,8 @@ class EngineClient:
             if ack is grpc.aio.EOF or ack.WhichOneof("frame") != "hello_ack":
                 raise await ended(session)
             self.instance_id, self._draining = ack.hello_ack.instance_id, False
-            self._alive = Liveness(asyncio.get_running_loop().time())
+            now, silence_s = asyncio.get_running_loop().time(), self._alive.silence_s
+            self._alive = Liveness(now, silence_s)
             self._ready = True
             extra = {"engine": self.address, "instance_id": self.instance_id}
             _LOG.info("session with the engine is open", extra=extra)
@@ -252,9 +262,10 @@ class EngineClient:
             writer = asyncio.create_task(self._write(session), name="engine-writer")
             await self._read(session)
         finally:
-            if writer is not None:
-                writer.cancel()
             session.cancel()
+            if writer is not None:  # it has failed with the session; nobody else asks how
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
 
     async def _write(self, session: Any) -> None:
         outbox = self._slots.outbox
@@ -264,7 +275,7 @@ class EngineClient:
     async def _read(self, session: Any) -> None:
         clock, slots, alive = asyncio.get_running_loop().time, self._slots, self._alive
         while True:
-            async with asyncio.timeout(SILENCE_S):
+            async with asyncio.timeout(alive.silence_s):
                 frame = await session.read()
             alive.heard(clock())
             if frame is grpc.aio.EOF:
@@ -282,7 +293,8 @@ class EngineClient:
     def _on_report(self, report: pb.LoadReport) -> None:
         """Raises Unavailable when the core has been stuck for too long with requests of ours."""
         self.load = convert.to_load(report)
-        self._slots.reported()
+        self._slots.reported(convert.known_submits(report))
+        self._pooling_at_report = self.num_pooling
         self._alive.reported(report.engine_silence_ms / 1000, is_stalled=report.stalled)
         if self._alive.is_hopeless and len(self._slots):
             raise Unavailable(f"at {self.address} {self._silence()}")

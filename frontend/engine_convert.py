@@ -34,6 +34,7 @@ _POOL_TASKS = {
     pb.POOL_TASK_CLASSIFY: "classify",
     pb.POOL_TASK_SCORE: "score",
 }
+_ROLES = {pb.ENGINE_ROLE_PREFILL: "prefill", pb.ENGINE_ROLE_DECODE: "decode"}
 _MAX_TOKENIZER_BYTES = 256 << 20
 _PROTOCOL = (1, 0)
 
@@ -44,6 +45,11 @@ def hello_frame() -> pb.SessionRequest:
     hello.client_version = __version__
     hello.client_name = f"frontend {socket.gethostname()} {os.getpid()}"
     return pb.SessionRequest(hello=hello)
+
+
+def known_submits(report: pb.LoadReport) -> int:
+    """How many sequences of its session the report's load has."""
+    return report.submits if report.HasField("submits") else sys.maxsize
 
 
 def to_load(report: pb.LoadReport) -> Load:
@@ -98,6 +104,8 @@ def to_spec(sequence: Sequence) -> pb.GenerateSpec:
         if sequence.constraint.reasoning is not None:
             said = sequence.constraint.reasoning._asdict()
             spec.reasoning.MergeFrom(pb.Reasoning(**{k: v for k, v in said.items() if v}))
+    if sequence.kv_source:
+        spec.kv_source.address = sequence.kv_source
     if sequence.decoding.method or sequence.decoding.params:
         spec.decoding.method = sequence.decoding.method or ""
         spec.decoding.params.update(sequence.decoding.params)
@@ -125,6 +133,9 @@ def to_facts(answer: pb.GetEngineInfoResponse) -> EngineFacts:
         embedding_size=answer.pooling.dimensions,
         page_size=answer.cache.page_size,
         max_rows=answer.limits.max_rows,
+        role=_ROLES.get(answer.role, "both"),
+        weight_version=answer.weight_version,
+        dtype=answer.dtype,
     )
 
 

@@ -25,6 +25,10 @@ _TASKS = {
     "classify": pb.POOL_TASK_CLASSIFY,
     "score": pb.POOL_TASK_SCORE,
 }
+_NOBODY = grpc.StatusCode.UNAVAILABLE.name
+"""The reason of an error that no engine gave one to."""
+_NOTICE_S = 1.0
+"""How much later than a call the session of the same engine may notice that it has died."""
 _GRACE_S = 1.0
 """How much longer than the deadline we wait for the engine's own word that it passed."""
 
@@ -89,6 +93,10 @@ async def _unless_lost(engine: EngineClient, request: pb.PoolRequest, timeout_s:
     answer, watch = asyncio.ensure_future(_answer(call)), asyncio.ensure_future(lost.wait())
     try:
         await asyncio.wait({answer, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if answer.done() and _is_cut(answer.exception()):
+            await asyncio.wait({watch}, timeout=_NOTICE_S)
+            if lost.is_set():
+                raise engine.loss()
         if not answer.done():
             raise engine.loss()
         return answer.result()
@@ -97,6 +105,13 @@ async def _unless_lost(engine: EngineClient, request: pb.PoolRequest, timeout_s:
         answer.cancel()
         call.cancel()
         await asyncio.gather(answer, watch, return_exceptions=True)
+
+
+def _is_cut(failure: BaseException | None) -> bool:
+    """Whether it was gRPC that found nobody, rather than an engine that refused."""
+    if not isinstance(failure, grpc.RpcError):
+        return False
+    return failure.code() is grpc.StatusCode.UNAVAILABLE and to_error(failure).reason == _NOBODY
 
 
 async def _answer(call: Any) -> Any:

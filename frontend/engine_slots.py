@@ -25,13 +25,14 @@ class Slots:
 
     def __init__(self, rounds: Rounds) -> None:
         self.outbox: Outbox[pb.SessionRequest] = Outbox()
-        self._owners: dict[int, tuple[Call, int]] = {}
+        self._owners: dict[int, tuple[Call, int, int]] = {}
+        """By handle, ascending: whose it is, which of its sequences, and how long its prompt."""
         self._handles = itertools.count(1)
         self._rounds = rounds
         self._is_closed = False
         self._at_report = 0
         self.sent_tokens = 0
-        """Of the prompts sent since the last load report."""
+        """Of the prompts sent that the last load report did not know."""
 
     def __len__(self) -> int:
         """Sequences that the engine still owes something."""
@@ -39,12 +40,18 @@ class Slots:
 
     @property
     def sent(self) -> int:
-        """Sequences sent less those that ended since the last load report."""
+        """Sequences sent that the last load report did not know, less those ended since."""
         return len(self._owners) - self._at_report
 
-    def reported(self) -> None:
-        """The engine has said how it is loaded."""
-        self._at_report, self.sent_tokens = len(self._owners), 0
+    def reported(self, known: int) -> None:
+        """The engine has said how it is loaded, with the first `known` sequences of the session
+        (handles count them). Others may have crossed the report on their way."""
+        unknown: list[int] = []
+        for handle in reversed(self._owners):
+            if handle <= known:
+                break
+            unknown.append(self._owners[handle][2])
+        self._at_report, self.sent_tokens = len(self._owners) - len(unknown), sum(unknown)
 
     def open(
         self,
@@ -60,8 +67,9 @@ class Slots:
         handles = [next(self._handles) for _ in sequences]
         call = Call(handles, release=self._release, stop=self._stop_matched, rounds=self._rounds)
         for handle, sequence in zip(handles, sequences, strict=True):
-            self._owners[handle] = (call, sequence.index)
-            self.sent_tokens += len(sequence.prompt) // _TOKEN_BYTES
+            num_tokens = len(sequence.prompt) // _TOKEN_BYTES
+            self._owners[handle] = (call, sequence.index, num_tokens)
+            self.sent_tokens += num_tokens
             submit = pb.Submit(handle=handle, spec=convert.to_spec(sequence))
             submit.spec.request_id = submit.spec.group = request_id
             if timeout_ms is not None:
@@ -106,7 +114,13 @@ class Slots:
         """The session is lost: every live request ends with `error`; nothing is resubmitted."""
         self._is_closed = True
         owners, self._owners = self._owners, {}
-        for call, _ in owners.values():
+        for call, *_ in owners.values():
+            call.fail(error)
+
+    def cut_short(self, error: ServiceError) -> None:
+        """Every live request is aborted, and ends with `error` behind what has arrived."""
+        for call in dict.fromkeys(call for call, *_ in self._owners.values()):
+            call.close()
             call.fail(error)
 
     def _release(self, handles: list[int], abort: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,8 @@ from frontend.choice import Choice, PromptView, TextDelta
 from frontend.choosable import as_asked, with_bad_words
 from frontend.fleet.route import Route
 from frontend.gap import check_gap, check_suffix_ids, check_suffix_len, fit_prompt
-from frontend.messages import Delta, FinishReason, Sequence, Timings, Usage
-from frontend.observation import Observation
+from frontend.messages import Delta, Finish, FinishReason, Sequence, Timings, Usage
+from frontend.observation import Observation, inner_span
 from frontend.ranking import likeliest
 from frontend.reading import behind_reasoning, check_tools, reading_of, with_markers
 from frontend.request import Chat, Ingress, Prompt, TextRequest, session_of, shared_by
@@ -28,7 +29,7 @@ from frontend.sequences import sequence_of
 from frontend.served import ServedModel
 from frontend.validation import DEFAULT_COMPLETION_TOKENS, check_request, context_exceeded
 from tidemill.runtime.errors import (
-    DeadlineExceeded,
+    GenerationFailed,
     InvalidRequest,
     ServiceError,
     Unsupported,
@@ -54,12 +55,13 @@ class Generation:
         self._ingress = ingress
         self._call: Call | BeamCall | None = None
         self._suffix_ids: list[int] = []
-        self._is_whole = False
+        self._is_whole = self._collects = False
+        self._failure = ""  # of a choice; which ones are returned is known when all have ended
         self._span = ingress.span
         self.model: ServedModel = desk.model_for(request.options.model)
         request = shared_by(request, ingress.caller)
         options = request.options
-        self._route = Route(desk.engine, session_of(ingress, options), options.fairness_key)
+        self._route = Route(desk.fleet, session_of(ingress, options), options.fairness_key)
         self._request = with_markers(request, self.model.output)
         self.prompts: list[PromptView] = []
         self.choices: list[Choice] = []
@@ -117,9 +119,8 @@ class Generation:
         return max((c.timings for c in self.choices), key=lambda t: t.queue_ns + t.decode_ns)
 
     async def deltas(self) -> AsyncIterator[list[TextDelta]]:
-        """Everything new, a list at a time, until all choices have finished.
-
-        Raises the request's ServiceError; DeadlineExceeded when its time is up.
+        """Everything new, a list at a time, until all choices have finished. Raises the request's
+        ServiceError: DeadlineExceeded, or GenerationFailed where a choice cannot go on.
         """
         num_left = len(self.choices)
         while num_left:
@@ -130,7 +131,7 @@ class Generation:
                 shown = choice.feed(delta)
                 if delta.finish is not None:
                     num_left -= 1
-                    self._check_deadline(delta.finish.reason)
+                    self._check_end(delta.finish)
                 elif choice.matched is not None and not was_matched:
                     self._stop_engine(choice)
                 if delta.token_ids and not self._is_whole:
@@ -143,6 +144,7 @@ class Generation:
     async def collect(self) -> list[ChoiceResult]:
         """The choices to be returned, finished, in the order of their index: all of them, or with
         best_of the likeliest of each prompt, best first."""
+        self._collects = True
         if isinstance(self._call, Call) and not self._request.options.stop:
             # Nothing is told before the end, nor said to the engine: one look is enough.
             self._is_whole = True
@@ -151,7 +153,10 @@ class Generation:
         async for news in self.deltas():
             for delta in news:
                 results[delta.index].add(delta)
-        return likeliest(results, self.choices, self._request.options)
+        results = likeliest(results, self.choices, self._request.options)
+        if any(one.finish_reason == "error" for one in results):
+            raise GenerationFailed(self._failure)
+        return results
 
     def choice_at(self, index: int) -> Choice:
         """A choice that has the prompt, and its scores, of what is returned as choice `index`."""
@@ -161,7 +166,7 @@ class Generation:
     async def _read_suffix(self, suffix: str) -> None:
         """Encodes what stands behind every gap; refuses what no engine would take."""
         check_gap(self._request, self.model.facts)
-        around = self._seen.inner_span
+        around = partial(inner_span, self._ingress)
         self._suffix_ids = await self._desk.tokenize(
             self.model, suffix, False, around=around, check=check_suffix_len
         )
@@ -178,7 +183,7 @@ class Generation:
                 model,
                 prompt,
                 options.add_special_tokens,
-                around=self._seen.inner_span,
+                around=partial(inner_span, self._ingress),
                 check=self._check_size,
             )
         is_default = param == "prompt" and options.sampling.max_tokens is None
@@ -252,7 +257,7 @@ class Generation:
                 async with asyncio.timeout_at(deadline + _GRACE_S):
                     return await self._call.read()
             except TimeoutError:
-                raise self._too_late() from None
+                raise self._ingress.too_late() from None
             except (InvalidRequest, Unsupported) as refused:
                 request = self._request
                 raise as_asked(refused, request.options.constraint, request.suffix) from refused
@@ -267,16 +272,13 @@ class Generation:
         assert choice.matched is not None, "stopped without a match"
         self._call.stop(choice.index, choice.num_tokens, choice.matched)
 
-    def _check_deadline(self, reason: FinishReason) -> None:
-        if reason is FinishReason.DEADLINE:
-            raise self._too_late()
-
-    def _too_late(self) -> DeadlineExceeded:
-        deadline = self._ingress.deadline or self._ingress.received
-        return DeadlineExceeded(
-            f"the request did not finish within {deadline - self._ingress.received:.3f} s; "
-            "ask for fewer tokens or allow more time"
-        )
+    def _check_end(self, finish: Finish) -> None:
+        if finish.reason is FinishReason.DEADLINE:
+            raise self._ingress.too_late()
+        if finish.reason is FinishReason.ERROR:
+            self._failure = f"the engine could not finish this request: {finish.detail}"
+            if not self._collects:
+                raise GenerationFailed(self._failure)
 
     async def _leave(self, failure: BaseException | None) -> None:
         """Ends the request on every path. Once its deadline is over, the engine ends it itself."""

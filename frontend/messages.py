@@ -147,6 +147,8 @@ class Sequence:
     pinned: tuple[tuple[int, int], ...] = ()
     """Tokens that are given behind the prompt: (absolute position, token id)."""
     constraint: Constraint | None = None
+    kv_source: str = ""
+    """Address of the prefill engine that its engine may fetch the prompt's KV from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,3 +176,7 @@ class EngineFacts:
     max_rows: int = 0
     max_queued_requests: int = 0
     """Sequences that may wait before others are refused."""
+    role: str = "both"
+    """both, prefill or decode."""
+    weight_version: str = ""
+    dtype: str = ""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from frontend.metrics import Metrics
 from frontend.request import Chat, Ingress, TextRequest
-from tidemill.runtime.errors import ServiceError
+from tidemill.runtime.errors import DeadlineExceeded, ServiceError
 from tidemill.telemetry import semconv
 from tidemill.telemetry.context import exemplar
 from tidemill.telemetry.semconv import Attributes
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("tidemill.frontend.request")
 _MAX_USER_CHARS = 128
+_SLACK_S = 0.005
+"""A timer of gRPC may be this much ahead of our clock."""
 
 
 class Observation:
@@ -53,17 +55,6 @@ class Observation:
         is_chat = bool(self._request.prompts) and isinstance(self._request.prompts[0], Chat)
         return semconv.CHAT if is_chat else semconv.COMPLETION
 
-    @contextmanager
-    def inner_span(self, name: str) -> Iterator[None]:
-        """An INTERNAL span of the request around a block."""
-        span = self._ingress.span.child(name)
-        try:
-            yield
-        except BaseException as failure:
-            span.end(error=str(failure) or type(failure).__name__)
-            raise
-        span.end()
-
     def start_client_span(self) -> Span:
         """The CLIENT span that covers the engine's work; its context travels inside Submit."""
         name = f"{self._operation} {self._model_name}"
@@ -84,14 +75,16 @@ class Observation:
 
     def ended(self, generation: Generation, failure: BaseException | None) -> None:
         """The one log line, the counters, and the end of the CLIENT span."""
-        now = self._clock()
+        now, deadline = self._clock(), self._ingress.deadline
+        if isinstance(failure, _GONE) and deadline is not None and now >= deadline - _SLACK_S:
+            failure = DeadlineExceeded("its time was up")  # which gRPC says like this
         outcome = _outcome(generation, failure)
         self._count(generation, failure, now)
         usage = generation.usage
         if self._client_span is not None:
             attributes = self._attributes(generation)
             if failure is not None:
-                attributes[semconv.ERROR_TYPE] = _error_type(failure)
+                attributes[semconv.ERROR_TYPE] = error_type(failure)
             self._client_span.end(attributes=attributes, error=None if failure is None else outcome)
         first = None if self._first is None else round(self._first - self._ingress.received, 4)
         context = self._ingress.span.context
@@ -136,9 +129,10 @@ class Observation:
         metrics.forward_passes.labels(name).inc(usage.forward_passes)
         metrics.denoise_steps.labels(name).inc(usage.denoise_steps)
         metrics.num_preemptions.labels(name).inc(usage.preemptions)
-        self._count_duration(usage.output_tokens, failure, now)
+        longest = max((choice.num_tokens for choice in generation.choices), default=0)
+        self._count_duration(longest, failure, now)
         if failure is not None:
-            metrics.request_failure.labels(name, _error_type(failure)).inc()
+            metrics.request_failure.labels(name, error_type(failure)).inc()
             return
         if (asked := self._request.options.sampling.max_tokens) is not None:
             metrics.max_tokens.labels(name).observe(asked)
@@ -147,8 +141,8 @@ class Observation:
         metrics.request_prompt_tokens.labels(name).observe(usage.prompt_tokens)
         metrics.request_params_n.labels(name).observe(self._request.options.n)
         metrics.e2e_latency.labels(name).observe(now - self._ingress.received, self._exemplar)
-        if self._first is not None and usage.output_tokens > 1:
-            per_token = (now - self._first) / (usage.output_tokens - 1)
+        if self._first is not None and longest > 1:  # choices are made side by side
+            per_token = (now - self._first) / (longest - 1)
             metrics.time_per_output_token.labels(name).observe(per_token, self._exemplar)
 
     def _count_duration(self, num_tokens: int, failure: BaseException | None, now: float) -> None:
@@ -160,7 +154,7 @@ class Observation:
             whole_s=now - received,
             first_s=None if self._first is None else self._first - received,
             num_tokens=num_tokens,
-            error="" if failure is None else _error_type(failure),
+            error="" if failure is None else error_type(failure),
             exemplar=self._exemplar,
         )
 
@@ -193,6 +187,21 @@ class Observation:
         return {name: value for name, value in found.items() if value is not None}
 
 
+@contextmanager
+def inner_span(ingress: Ingress, name: str) -> Iterator[None]:
+    """An INTERNAL span of a request around a block."""
+    span = ingress.span.child(name)
+    try:
+        yield
+    except BaseException as failure:
+        span.end(
+            attributes={semconv.ERROR_TYPE: error_type(failure)},
+            error=str(failure) or type(failure).__name__,
+        )
+        raise
+    span.end()
+
+
 def shown_prompts(request: TextRequest, num_chars: int) -> str:
     """The beginning of each prompt, for operators who asked for it."""
     texts = (one.messages if isinstance(one, Chat) else one for one in request.prompts)
@@ -206,7 +215,8 @@ def _reason(choice: Choice) -> str:
     return "stop" if choice.matched else choice.finish.reason.name.lower()
 
 
-def _error_type(failure: BaseException) -> str:
+def error_type(failure: BaseException) -> str:
+    """What a failure is called in metrics and spans; of few values."""
     if isinstance(failure, ServiceError):
         return failure.reason.lower()
     return "cancelled" if isinstance(failure, _GONE) else type(failure).__name__

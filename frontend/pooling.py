@@ -16,9 +16,10 @@ from frontend.engine_convert import pack_ids
 from frontend.engine_pool import PoolPrompt
 from frontend.fleet.route import Route
 from frontend.messages import Usage
+from frontend.observation import error_type, inner_span
 from frontend.request import Ingress, PoolInput, PoolRequest, TextPair
 from frontend.validation import MAX_PROMPTS, check_ids, context_exceeded
-from tidemill.runtime.errors import InvalidRequest, ServiceError, Unsupported
+from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.telemetry import semconv
 from tidemill.telemetry.tracer import Span
 
@@ -55,9 +56,10 @@ class PoolWalk:
         """Raises the request's ServiceError; one input that fails ends the others."""
         self._desk.entered(self)
         try:
-            self._desk.engine.check_room(self._ingress.caller, self._request.priority)
+            self._desk.fleet.check_room(self._ingress.caller, self._request.priority)
             self._check()
-            prompts = [await self._encode(one) for one in self._request.inputs]
+            with inner_span(self._ingress, "tokenize"):
+                prompts = [await self._encode(one) for one in self._request.inputs]
             if self._ingress.use is not None:
                 self._ingress.use(sum(len(one.packed) for one in prompts) // _BYTES_PER_TOKEN)
             self._span = self._ingress.span.child(f"embeddings {self._model.name}", kind="CLIENT")
@@ -142,7 +144,7 @@ class PoolWalk:
         async def ask(prompt: PoolPrompt) -> tuple[array[float], Usage]:
             async with room:
                 session = self._ingress.session or self._request.user
-                route = Route(self._desk.engine, session, self._ingress.caller)
+                route = Route(self._desk.fleet, session, self._ingress.caller)
                 return await route.pool(
                     prompt,
                     request_id=self._ingress.request_id,
@@ -171,7 +173,7 @@ class PoolWalk:
         """The one log line, the counters, and the end of the CLIENT span."""
         metrics, name = self._desk.metrics, self._model.name
         seconds = asyncio.get_running_loop().time() - self._ingress.received
-        outcome = "finished"
+        outcome, kind = "finished", ""
         if failure is None:
             metrics.prompt_tokens.labels(name).inc(usage.prompt_tokens)
             metrics.cached_tokens.labels(name).inc(usage.cached_tokens)
@@ -180,21 +182,23 @@ class PoolWalk:
             metrics.request_prompt_tokens.labels(name).observe(usage.prompt_tokens)
             metrics.e2e_latency.labels(name).observe(seconds)
         else:
-            known = isinstance(failure, ServiceError)
-            outcome = f"failed: {failure}" if known else "aborted"
-            reason = failure.reason.lower() if isinstance(failure, ServiceError) else "cancelled"
-            metrics.request_failure.labels(name, reason).inc()
+            kind = error_type(failure)
+            outcome = "aborted" if kind == "cancelled" else f"failed: {failure}"
+            metrics.request_failure.labels(name, kind).inc()
+        metrics.server.observe(
+            semconv.EMBEDDINGS, name, whole_s=seconds, first_s=None, num_tokens=0, error=kind
+        )
         if self._span is not None:
-            self._span.end(
-                attributes={
-                    semconv.OPERATION: semconv.EMBEDDINGS,
-                    semconv.PROVIDER: "tidemill",
-                    semconv.REQUEST_MODEL: self._request.model or name,
-                    semconv.RESPONSE_MODEL: name,
-                    semconv.INPUT_TOKENS: usage.prompt_tokens,
-                },
-                error=None if failure is None else outcome,
-            )
+            attributes: semconv.Attributes = {
+                semconv.OPERATION: semconv.EMBEDDINGS,
+                semconv.PROVIDER: "tidemill",
+                semconv.REQUEST_MODEL: self._request.model or name,
+                semconv.RESPONSE_MODEL: name,
+                semconv.INPUT_TOKENS: usage.prompt_tokens,
+            }
+            if failure is not None:
+                attributes[semconv.ERROR_TYPE] = kind
+            self._span.end(attributes=attributes, error=None if failure is None else outcome)
         _LOG.info(
             "request %s",
             outcome,

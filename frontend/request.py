@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from tidemill.runtime.errors import DeadlineExceeded
 from tidemill.structured import Constraint
 from tidemill.telemetry.tracer import Span
 
@@ -181,6 +182,14 @@ class Ingress:
     """Name of the client's key."""
     use: Callable[[int], None] | None = None
     """Takes tokens from the client's allowance; None: it has no limit."""
+
+    def too_late(self) -> DeadlineExceeded:
+        """What a request ends with when its time is up."""
+        allowed_s = (self.deadline or self.received) - self.received
+        return DeadlineExceeded(
+            f"the request did not finish within {allowed_s:.3f} s; "
+            "ask for fewer tokens or allow more time"
+        )
 
 
 def shared_by(request: TextRequest, caller: str) -> TextRequest:

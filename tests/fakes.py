@@ -210,7 +210,7 @@ class ToyExecutor:
     limits: ExecutorLimits
     mask_token_id: int | None = MASK
     shifts: dict[str, int] | None = None
-    overlaps: bool = False
+    depth: int = 0
 
     def __post_init__(self) -> None:
         num_pages, page_size, max_rows, max_model_len = self.limits

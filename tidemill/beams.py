@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine_service.core.checks import check_whole
-from engine_service.core.messages import EngineFacts
+from engine_service.core.facts import EngineFacts
 from frontend.beam_rules import check_beam, stop_ids
 from frontend.beam_search import BeamSearch, Hypothesis, num_candidates
 from frontend.messages import TokenLogprobs

@@ -21,6 +21,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "generate": "complete a prompt in this process, without a server",
         "chat": "talk to a running server",
         "run-batch": "ask a running server what a file of OpenAI batch lines asks",
+        "shard": "cut a checkpoint for a number of GPUs ahead of time: tidemill shard MODEL OUTPUT",
         "key": "make an API key for a frontend: tidemill key new NAME",
         "bench": "measure: throughput, latency, batching, steps, kernels, quality, stack",
         "collect-env": "print what a bug report needs",

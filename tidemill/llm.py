@@ -53,8 +53,10 @@ class LLM(BeamCalls):
         self, model: str = "demo", *, skip_tokenizer_init: bool = False, **config: Any
     ) -> None:
         self.config = engine_config(model, config)
-        self.engine = compose(self.config, _silent)
+        self.engine = compose(self.config, lambda *progress: None)
         """Its parts, for those who measure them."""
+        self.close = self.engine.close
+        """Ends other ranks' processes, if any; so does the end of this object or the program."""
         self.facts = self.engine.facts
         self._scheduler = self.engine.scheduler
         self._mail = Mailbox()
@@ -294,7 +296,3 @@ class LLM(BeamCalls):
         for key in keys:
             self._scheduler.abort(Abort(key))
             del self._live[key]
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    """Start-up progress nobody watches."""

@@ -10,7 +10,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from engine_service.core.messages import EngineFacts, Finish, FinishReason, Submit
+from engine_service.core.facts import EngineFacts
+from engine_service.core.messages import Finish, FinishReason, Submit
 from engine_service.core.params import DecodingChoice, PoolChoice, SamplingParams
 from frontend.tokenizer import TextTokenizer
 from tidemill.outputs import EmbeddingOutput

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from engine_service.core.checks import check_whole
-from engine_service.core.messages import EngineFacts as CoreFacts
+from engine_service.core.facts import EngineFacts as CoreFacts
 from frontend.choosable import bad_word_ids
 from frontend.gap import Gap, check_gap, check_suffix_ids, check_suffix_len, fit_prompt
 from frontend.messages import EngineFacts

@@ -47,7 +47,7 @@ def tokenizer_json(folder: Path) -> str:
     try:
         exact = sentencepiece.SentencePieceProcessor(model_file=str(folder / MODEL_FILE))
         loaded = getattr(transformers, name).from_pretrained(str(folder), local_files_only=True)
-        backend = loaded.backend_tokenizer
+        backend = _as_trained(loaded.backend_tokenizer, exact.serialized_model_proto())
     except Exception as failure:  # both libraries raise what their parsers raise
         raise FailedPrecondition(
             f"{folder / MODEL_FILE} cannot be converted as a {name}: "
@@ -56,6 +56,22 @@ def tokenizer_json(folder: Path) -> str:
         ) from failure
     _check(folder, exact.encode, lambda text: backend.encode(text, add_special_tokens=False).ids)
     return str(backend.to_str())
+
+
+def _as_trained(backend: Any, model_file: bytes) -> Any:
+    """The tokenizer with the model that the file has. The plain class makes merges of any file,
+    which for a unigram model give the likeliest pieces often, and not always."""
+    from sentencepiece import sentencepiece_model_pb2
+    from tokenizers import models
+
+    kinds: Any = sentencepiece_model_pb2
+    file = kinds.ModelProto.FromString(model_file)
+    trained = file.trainer_spec
+    is_unigram = trained.model_type == kinds.TrainerSpec.UNIGRAM
+    if is_unigram and isinstance(backend.model, models.BPE):
+        scores = [(one.piece, one.score) for one in file.pieces]
+        backend.model = models.Unigram(scores, trained.unk_id, trained.byte_fallback)
+    return backend
 
 
 def _class_name(folder: Path) -> str:

@@ -5,11 +5,24 @@ Each Ask gets one Answer: at once, or when what it asked for has come true.
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
+from engine_service.core.handoff import (
+    BeginTransfer,
+    EndTransfer,
+    ExportPages,
+    ImportPages,
+    TransferAsk,
+)
 from engine_service.core.journal import KvEvent
 from tidemill.runtime.errors import FailedPrecondition, InternalError, ServiceError, Unsupported
+
+TRANSFERRING_S = 0.005
+"""How long a turn may move pages, beyond the first piece."""
 
 
 class PauseMode(IntEnum):
@@ -49,7 +62,7 @@ class StopProfile(NamedTuple):
     """The answer is a list of files."""
 
 
-Control = FlushCache | SnapshotPages | Pause | Resume | StartProfile | StopProfile
+Control = FlushCache | SnapshotPages | Pause | Resume | StartProfile | StopProfile | TransferAsk
 
 
 class Ask(NamedTuple):
@@ -88,18 +101,46 @@ class Controlled(Protocol):
     def snapshot_pages(self) -> list[KvEvent]: ...
 
 
+class Transferring(Protocol):
+    """Moves pages (core.transfers)."""
+
+    def take(self, ask: TransferAsk) -> Any:
+        """The answer; raises a ServiceError instead."""
+
+
 class ControlDesk:
     """take, answers."""
 
-    def __init__(self, scheduler: Controlled, profiler: Profiler | None) -> None:
+    def __init__(
+        self,
+        scheduler: Controlled,
+        profiler: Profiler | None,
+        transfers: Transferring | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._scheduler = scheduler
         self._profiler = profiler
+        self._transfers = transfers
+        self._clock = clock
+        self._transferring: deque[Ask] = deque()
         self._answers: list[Answer] = []
         self._pausing: list[int] = []
         self._snapshots: list[int] = []
 
+    @property
+    def has_work(self) -> bool:
+        """Whether `answers` would do something that was put off."""
+        return bool(self._transferring)
+
     def take(self, ask: Ask) -> None:
-        """Does what is asked; a failure is answered, and hurts nobody else."""
+        """Does what is asked, or puts it off if it moves pages; a failure is answered, and hurts
+        nobody else."""
+        if isinstance(ask.control, BeginTransfer | ExportPages | ImportPages | EndTransfer):
+            self._transferring.append(ask)
+            return
+        self._try(ask)
+
+    def _try(self, ask: Ask) -> None:
         try:
             self._do(ask)
         except ServiceError as error:
@@ -110,7 +151,9 @@ class ControlDesk:
 
     def answers(self) -> list[Answer]:
         """Those that are due. Call it once a turn, behind what the turn has told of pages: what a
-        snapshot shows is in no event that follows it, and what follows it not in the snapshot."""
+        snapshot shows is in no event that follows it, and what follows it not in the snapshot.
+
+        Pages are moved here, for at most TRANSFERRING_S a turn: steps go on meanwhile."""
         if self._snapshots:
             shown = self._scheduler.snapshot_pages()
             self._answers += [Answer(ticket, shown) for ticket in self._snapshots]
@@ -118,6 +161,11 @@ class ControlDesk:
         if self._pausing and self._scheduler.is_still:
             self._answers += [Answer(ticket) for ticket in self._pausing]
             self._pausing = []
+        until = self._clock() + TRANSFERRING_S
+        while self._transferring:
+            self._try(self._transferring.popleft())
+            if self._clock() >= until:
+                break
         answers, self._answers = self._answers, []
         return answers
 
@@ -141,12 +189,23 @@ class ControlDesk:
                 self._recorder().start(directory)
             case StopProfile():
                 value = self._recorder().stop()
+            case transfer:
+                value = self._pages().take(transfer)
         self._answers.append(Answer(ask.ticket, value))
 
     def _refuse_pauses(self) -> None:
         late = FailedPrecondition("the engine was resumed before it stood still", reason="RESUMED")
         self._answers += [Answer(ticket, error=late) for ticket in self._pausing]
         self._pausing = []
+
+    def _pages(self) -> Transferring:
+        if self._transfers is None:
+            raise FailedPrecondition(
+                "this engine moves no KV pages: it is --role both; start it with --role prefill or "
+                "--role decode",
+                reason="WRONG_ROLE",
+            )
+        return self._transfers
 
     def _recorder(self) -> Profiler:
         if self._profiler is None:

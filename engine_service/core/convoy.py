@@ -63,7 +63,9 @@ class Convoy:
     and go.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_open: bool = True) -> None:
+        """One that is not open takes nobody: members take part in every step."""
+        self._is_open = is_open
         self.members: dict[int, Request] = {}
         self._rows: dict[int, int] = {}
         self._offsets: dict[int, int] = {}
@@ -101,7 +103,8 @@ class Convoy:
         steady, or the request ends soon."""
         position = span.decide_start
         num_flights = request.max_len - position
-        if num_flights < _WORTH_FLIGHTS or span != steady_span(request.row, position):
+        is_steady = self._is_open and span == steady_span(request.row, position)
+        if num_flights < _WORTH_FLIGHTS or not is_steady:
             return False
         key = request.key
         self.members[key] = request

@@ -5,6 +5,7 @@ It does not decide anything; the planner adds and drops rows.
 
 from __future__ import annotations
 
+from engine_service.core.params import SchedulerLimits
 from engine_service.core.request import Request
 from engine_service.core.step import FULL, RowMask, Span, SteadyRows
 from engine_service.core.strategy import Budget
@@ -24,8 +25,11 @@ class StepDraft:
         "steady",
     )  # fmt: skip
 
-    def __init__(self, tokens: int, logits: int, canvases: int) -> None:
-        self.budget = Budget(tokens, logits, canvases)
+    def __init__(self, limits: SchedulerLimits, num_rows: int) -> None:
+        """Of `num_rows` at most, without those of the convoy."""
+        self.budget = Budget(
+            limits.token_budget, limits.logit_budget, limits.canvas_budget, num_rows
+        )
         self.requests: list[Request] = []
         self.spans: list[Span] = []
         self.first_pages: dict[int, int] = {}
@@ -46,12 +50,13 @@ class StepDraft:
         size = stop - start if aside < 2 else span.num_tokens
         tokens = budget.tokens - size
         logits = budget.logits - last + first
-        if tokens < 0 or logits < 0:
+        if tokens < 0 or logits < 0 or budget.rows < 1:
             return False
         if block == FULL and start == 0:
             budget.canvases -= size
         budget.tokens = tokens
         budget.logits = logits
+        budget.rows -= 1
         self.requests.append(request)
         self.spans.append(span)
         request.in_flight += 1
@@ -96,3 +101,4 @@ class StepDraft:
         self.budget.tokens += span.num_tokens
         self.budget.canvases += span.num_tokens if span.is_whole else 0
         self.budget.logits += span.num_decided
+        self.budget.rows += 1

@@ -16,7 +16,7 @@ _TOKEN_BYTES = 4
 
 
 class Gate:
-    """room_for, note. Single tenants find a plain bounded queue behind it."""
+    """room_for, check_preparing, note. Single tenants find a plain bounded queue behind it."""
 
     def __init__(self, limits: SchedulerLimits, waiting: FairQueue) -> None:
         self._waiting = waiting
@@ -50,6 +50,10 @@ class Gate:
             self._bounds.check(without, num_tokens)
             return given_up
         return None
+
+    def check_preparing(self, num_preparing: int) -> None:
+        """Raises Overloaded where as many grammars are being compiled as requests may wait."""
+        self._bounds.check(Found(num_preparing, 0, 0, 0), 0)
 
     def refusal(self, given_up: Request, num_running: int) -> Reject:
         """What the one who was given up is told."""

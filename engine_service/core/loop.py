@@ -1,6 +1,6 @@
 """The core's main loop: drain the inbox, schedule, launch, collect, apply, emit.
 
-Where the executor overlaps, one step is always in flight while the host works on the next.
+As many steps are in flight as the executor has room for while the host works on the next.
 
 It does not know processes or sockets: commands come from an inbox, events go to an outbox.
 """
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from engine_service.core.control import Ask, ControlDesk, Profiler
+from engine_service.core.control import Ask, ControlDesk, Profiler, Transferring
 from engine_service.core.journal import KvEvents
 from engine_service.core.messages import (
     Abort,
@@ -30,7 +30,7 @@ from engine_service.core.scheduler import Scheduler
 from engine_service.core.step import StepPlan
 from engine_service.core.strategy import Executor
 from engine_service.core.watch import Watch
-from tidemill.runtime.errors import InternalError, ServiceError, Unavailable
+from tidemill.runtime.errors import InternalError, Overloaded, ServiceError, Unavailable
 
 HEARTBEAT_S = 1.0
 """Most time between two outputs, idle or not; half of what a session promises its clients."""
@@ -71,13 +71,14 @@ class CoreLoop:
         watch: Watch | None = None,
         heartbeat_s: float = HEARTBEAT_S,
         profiler: Profiler | None = None,
+        transfers: Transferring | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._inbox = inbox
         self._outbox = outbox
         self._scheduler = scheduler
         self._executor = executor
-        self._controls = ControlDesk(scheduler, profiler)
+        self._controls = ControlDesk(scheduler, profiler, transfers)
         self._watch = watch
         self._heartbeat_s = heartbeat_s
         self._clock = clock
@@ -85,7 +86,7 @@ class CoreLoop:
         self._preparing = Preparing()
         self._is_open = True
         self._flights: deque[tuple[StepPlan, Any]] = deque()
-        self._depth = 1 if executor.overlaps else 0
+        self._depth = executor.depth
         self._num_steps = 0
         self._host_ns = 0
         self._executor_ns = 0
@@ -100,7 +101,8 @@ class CoreLoop:
         steps_before, began = self._num_steps, self._own_time_ns()
         idle_s = HOLDING_S if self._scheduler.is_still else self._heartbeat_s
         idle_s = min(PREPARING_S, idle_s) if self._preparing else idle_s
-        self._drain(0.0 if self._scheduler.has_work else idle_s)
+        is_busy = self._scheduler.has_work or self._controls.has_work
+        self._drain(0.0 if is_busy else idle_s)
         try:
             plan = self._step()
         except Exception as failure:
@@ -120,12 +122,10 @@ class CoreLoop:
         planned_ns = time.monotonic_ns() if watch and watch.is_tracing else 0
         plan = self._scheduler.schedule()
         if plan is not None:
-            launched_ns = time.monotonic_ns()
+            told = watch.launching(plan, planned_ns) if planned_ns and watch else plan
             began = time.thread_time_ns()
-            self._flights.append((plan, self._executor.launch(plan)))
+            self._flights.append((plan, self._executor.launch(told)))
             self._executor_ns += time.thread_time_ns() - began
-            if planned_ns and watch:
-                watch.launched(plan, planned_ns, launched_ns)
         if self._flights and (plan is None or len(self._flights) > self._depth):
             oldest, handle = self._flights.popleft()
             began = time.thread_time_ns()
@@ -170,21 +170,25 @@ class CoreLoop:
                     self._is_open = False
                     self._scheduler.abort_all("the engine is shutting down")
                     self._refuse_prepared()
-        for submit, failure, aborts in self._preparing.take():
+        for submit, failure, aborts in self._preparing.take(time.monotonic_ns()):
             self._submit(submit, failure)
             for abort in aborts:
                 self._scheduler.abort(abort)
 
     def _receive(self, submit: Submit) -> None:
         """A grammar is compiled beside the steps; everything else is queued at once."""
-        job = self._scheduler.prepare(submit)
+        try:
+            job = self._scheduler.prepare(submit, len(self._preparing))
+        except Overloaded as full:
+            self._outbox.send([Reject(submit.key, full)])
+            return
         if job is None:
             self._submit(submit)
         else:
             self._preparing.add(submit, job)
 
     def _refuse_prepared(self) -> None:
-        for submit, *_ in self._preparing.take(all_of_them=True):
+        for submit, *_ in self._preparing.take(0, all_of_them=True):
             gone = Unavailable("the engine is shutting down", reason="DRAINING")
             self._outbox.send([Reject(submit.key, gone)])
 

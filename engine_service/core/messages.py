@@ -6,17 +6,19 @@ handles or streams. Times are CLOCK_MONOTONIC nanoseconds, one clock for all pro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
 from engine_service.core.control import Answer, Ask
+from engine_service.core.facts import EngineFacts
+from engine_service.core.handoff import KvSource
 from engine_service.core.journal import KvEvents
 from engine_service.core.params import (
     ConstraintSpec,
     DecodingChoice,
     PoolChoice,
-    PoolFacts,
     SamplingParams,
 )
 from engine_service.core.step import Canvas, Memory, TokenLogprobs
@@ -57,6 +59,11 @@ class Submit:
     pool: PoolChoice | None = None
     """Nothing is generated: the prompt's hidden states are wanted."""
     constraint: ConstraintSpec | None = None
+    only_prefills: bool = False
+    """It ends when its prompt's KV is in the pages, or with its first token."""
+    kv_source: KvSource | None = None
+    """Whom the server asks for the prompt's pages before it hands the sequence on; the core never
+    sees it."""
     traced: bool = False
     """Somebody watches it: its phases are taken down, and with SetTracing its steps too."""
 
@@ -84,6 +91,8 @@ class SetTracing(NamedTuple):
     """Those that a traced sequence is part of."""
     every: int
     """And every so manieth step; 0: no others."""
+    ranks: bool = False
+    """Of these steps, what every other rank did too, as RankTrace."""
 
 
 Command = Submit | Abort | Shutdown | Ask | SetTracing
@@ -129,6 +138,10 @@ class Finish(NamedTuple):
     """What a request to pool asked for: little-endian float32."""
     marks: tuple[Mark, ...] = ()
     """Of a traced sequence, the first MAX_MARKS of either kind, in their order."""
+    remasks: int = 0
+    """Of a traced sequence: tokens that were shown and gave way to others."""
+    cache_refreshes: int = 0
+    """Of a traced sequence: steps that computed anew what the canvas keeps of itself."""
 
 
 class Load(NamedTuple):
@@ -170,6 +183,8 @@ class StepOutput(NamedTuple):
     canvas: list[tuple[int, int, Canvas]]
     """(row, position of the canvas, canvas)."""
     load: Load
+    opened: Sequence[tuple[int, int]] = ()
+    """(row, tokens of its prompt that came out of the cache), with the row's first tokens."""
 
 
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
@@ -210,6 +225,16 @@ class StepTrace(NamedTuple):
     num_decided: int
 
 
+class RankTrace(NamedTuple):
+    """What a rank other than the first did of a step; comes behind the step's StepTrace. Times are
+    monotonic."""
+
+    seq: int
+    rank: int
+    launched_ns: int
+    done_ns: int
+
+
 class Ready(NamedTuple):
     """The core is up: what it found while loading."""
 
@@ -230,35 +255,15 @@ class Fatal(NamedTuple):
     message: str
 
 
-Event = StepOutput | Reject | Tally | StepTrace | Ready | Progress | Fatal | KvEvents | Answer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
-    """What GetEngineInfo answers, found while loading."""
-
-    model_id: str
-    weight_version: str
-    architecture: str
-    dtype: str
-    device: str
-    vocab_size: int
-    max_model_len: int
-    max_rows: int
-    max_queued_requests: int
-    max_logprobs: int
-    page_size: int
-    num_pages: int
-    prefix_caching: bool
-    default_method: str
-    methods: tuple[str, ...]
-    default_params: dict[str, object]
-    block_length: int
-    mask_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    default_sampling: SamplingParams
-    tokenizer_dir: str
-    """Folder with the tokenizer's files; empty when the checkpoint has none."""
-    pooling: PoolFacts | None
-    """None: there are no hidden states."""
-    stage_seconds: dict[str, float]
+Event = (
+    StepOutput
+    | Reject
+    | Tally
+    | StepTrace
+    | RankTrace
+    | Ready
+    | Progress
+    | Fatal
+    | KvEvents
+    | Answer
+)

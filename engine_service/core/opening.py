@@ -38,6 +38,7 @@ def open_request(submit: Submit, admitted: Admitted, pages: PageManager, now_ns:
         is_plain=_is_plain(submit, strategy, sampling) and found.constraint is None,
         mask=found.mask,
         constraint=found.constraint,
+        only_prefills=submit.only_prefills,
         marks=[] if submit.traced else None,
     )
 

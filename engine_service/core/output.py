@@ -40,9 +40,16 @@ class OutputWriter:
         row = self._rows.get(key)
         return self.row(key, []) if row is None else row
 
-    def logprobs(self, row: int, entries: list[TokenLogprobs | None]) -> None:
-        """One entry per token of the row."""
-        self._logprobs.append((row, entries))
+    def tell(
+        self, key: int, tokens: list[int], logprobs: list[TokenLogprobs | None] | None, cached: int
+    ) -> None:
+        """The row of `key` with an entry per token, if there are any; `cached` tokens of its prompt
+        were found in the cache, told with its first ones (negative: these are not)."""
+        row = self.row(key, tokens)
+        if cached >= 0:
+            self._opened.append((row, cached))
+        if logprobs is not None:
+            self._logprobs.append((row, logprobs))
 
     def prompt_logprobs(self, row: int, start: int, entries: list[TokenLogprobs]) -> None:
         """Scores of the prompt tokens from position `start` on."""
@@ -70,6 +77,7 @@ class OutputWriter:
             finished=self._finished,
             canvas=self._canvas,
             load=load,
+            opened=self._opened,
         )
         self._reset()
         return output
@@ -82,3 +90,4 @@ class OutputWriter:
         self._prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]] = []
         self._finished: list[tuple[int, Finish]] = []
         self._canvas: list[tuple[int, int, Canvas]] = []
+        self._opened: list[tuple[int, int]] = []

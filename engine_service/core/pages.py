@@ -35,6 +35,7 @@ class PageTable:
         "claim_stop",
         "digests",
         "num_sealed",
+        "packed",
         "pages",
         "pages_per_unit",
         "salt",
@@ -48,6 +49,8 @@ class PageTable:
         self.capacity = 0
         """Positions that the pages hold."""
         self.digests = [seed]
+        self.packed: list[bytes] = []
+        """Tokens of the units that have a digest, as they were hashed."""
         self.unit = unit
         self.pages_per_unit = pages_per_unit
         self.num_sealed = 0
@@ -182,8 +185,7 @@ class PageManager:
             for k in range(table.pages_per_unit):
                 num_new += self._index((digest, k), table.pages[first_page + k])
             if num_new:
-                stored = _stored(table, token_ids, unit)
-                self.journal.index(digest, num_new, stored, table.pages_per_unit)
+                self.journal.index(digest, num_new, _stored(table, unit), table.pages_per_unit)
         table.num_sealed = stop
         table.seal_at = (stop + 1) * table.unit
         table.claim_stop = max(stop, table.claim_stop)
@@ -256,6 +258,7 @@ class PageManager:
         while len(digests) <= unit + 1:
             start = (len(digests) - 1) * table.unit
             packed = struct.pack(f"<{table.unit}I", *token_ids[start : start + table.unit])
+            table.packed.append(packed)
             digests.append(hashlib.blake2b(digests[-1] + packed, digest_size=DIGEST_BYTES).digest())
         return digests[unit + 1]
 
@@ -279,8 +282,8 @@ class PageManager:
         return page
 
 
-def _stored(table: PageTable, token_ids: Sequence[int], unit: int) -> PagesStored:
+def _stored(table: PageTable, unit: int) -> PagesStored:
     """What routers are told of a unit; the seed of the digests is no unit."""
-    packed = struct.pack(f"<{table.unit}I", *token_ids[unit * table.unit : (unit + 1) * table.unit])
-    parent = table.digests[unit] if unit else b""
-    return PagesStored((table.digests[unit + 1],), parent, packed, table.unit, table.salt)
+    digests = table.digests
+    parent = digests[unit] if unit else b""
+    return PagesStored((digests[unit + 1],), parent, table.packed[unit], table.unit, table.salt)

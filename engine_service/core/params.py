@@ -111,6 +111,8 @@ class SchedulerLimits:
     """Query tokens of the decoding rows from which their next spans are planned ahead of decisions
     where strategies can. Below, a step takes as long for half of the rows: one that turns out to be
     in vain costs more than sitting one out."""
+    num_cohorts: int = 1
+    """Steps in flight that have no row in common (core/cohorts.py)."""
 
 
 POOLING_KINDS = ("mean", "last", "cls")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from itertools import chain, islice
 
+from engine_service.core.cohorts import Cohorts
 from engine_service.core.control import PauseMode
 from engine_service.core.convoy import Convoy
 from engine_service.core.draft import StepDraft
@@ -33,7 +34,8 @@ class Planner:
         self._age_bound_ns = int(limits.age_bound_s * 1e9)
         self._running: dict[int, Request] = {}
         """Requests with a row."""
-        self.convoy = Convoy()
+        self._cohorts = Cohorts(limits.num_cohorts, limits.max_rows)
+        self.convoy = Convoy(is_open=limits.num_cohorts == 1)
         self.counting = Counting()
         self.waiting = FairQueue()
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
@@ -99,7 +101,7 @@ class Planner:
         knows ahead of the decision, and nobody is preempted.
         """
         self._now = now
-        draft = self._new_draft()
+        draft = StepDraft(self._limits, self._cohorts.share(self._running, self.waiting))
         if self.paused is PauseMode.KEEP or (beside_step and self._waits_for_pages):
             return draft
         self._waits_for_pages, self.num_servable = False, self._limits.max_rows
@@ -111,10 +113,6 @@ class Planner:
         if num_rows:
             self.counting.step(self._limits.token_budget - draft.budget.tokens, num_rows)
         return draft
-
-    def _new_draft(self) -> StepDraft:
-        limits = self._limits
-        return StepDraft(limits.token_budget, limits.logit_budget, limits.canvas_budget)
 
     def check_integrity(self, requests: dict[int, Request]) -> None:
         """Asserts the invariants of pages, rows and queue, given all live requests."""
@@ -186,6 +184,8 @@ class Planner:
         A decoding row mostly moves on within its last page: then neither a View is built nor the
         pool asked, and where its end is not near it joins the convoy.
         """
+        if self._cohorts.sits_out(request):
+            return True
         launched, constraint = request.launched, request.constraint
         if constraint is not None:
             if beside_step and not constraint.is_ready:
@@ -239,7 +239,7 @@ class Planner:
 
     def _plan_waiting(self, draft: StepDraft, aged_before: int, now: int) -> None:
         for request in self.waiting.in_order(aged_before):
-            if not self._free_rows or draft.budget.tokens <= 0:
+            if not self._free_rows or min(draft.budget.tokens, draft.budget.rows) <= 0:
                 return
             if self.paused is not None and request.started_ns is None:
                 continue

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from engine_service.core.messages import Abort, Submit
+from tidemill.runtime.errors import DeadlineExceeded
 
 
 class Prepared(NamedTuple):
@@ -20,13 +21,16 @@ class Prepared(NamedTuple):
 
 
 class Preparing:
-    """add, abort, take. Every request that was added is taken once."""
+    """add, abort, take. A request that was added is taken once, at its deadline at the latest."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, tuple[Submit, Future[None], list[Abort]]] = {}
+        self._left: list[Future[None]] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
+    def __len__(self) -> int:
+        """Grammars that are being compiled, also those that nobody waits for any more."""
+        self._left = [job for job in self._left if not job.done()]
+        return len(self._waiting) + len(self._left)
 
     def add(self, submit: Submit, job: Future[None]) -> None:
         """`job` compiles its grammar."""
@@ -39,11 +43,20 @@ class Preparing:
             waiting[2].append(abort)
         return waiting is not None
 
-    def take(self, *, all_of_them: bool = False) -> list[Prepared]:
-        """Those that are done; with `all_of_them` the others too, as if they were."""
-        done = [key for key, (_, job, _) in self._waiting.items() if all_of_them or job.done()]
-        taken = [self._waiting.pop(key) for key in done]
-        return [
-            Prepared(submit, job.exception() if job.done() else None, aborts)
-            for submit, job, aborts in taken
-        ]
+    def take(self, now_ns: int, *, all_of_them: bool = False) -> list[Prepared]:
+        """Those that are done, and those whose deadline has passed, which is their failure; with
+        `all_of_them` the others too, as if they were done."""
+        taken = []
+        for key, (submit, job, aborts) in list(self._waiting.items()):
+            is_late = submit.deadline_ns is not None and submit.deadline_ns <= now_ns
+            if not (job.done() or is_late or all_of_them):
+                continue
+            del self._waiting[key]
+            if job.done():
+                taken.append(Prepared(submit, job.exception(), aborts))
+                continue
+            if not job.cancel():  # it has begun, and cannot be stopped
+                self._left.append(job)
+            late = DeadlineExceeded("the deadline has passed while its grammar was compiled")
+            taken.append(Prepared(submit, late if is_late else None, aborts))
+        return taken

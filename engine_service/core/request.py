@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine_service.core.constraint import Constraint
+from engine_service.core.finish import Stop
 from engine_service.core.messages import Finish, FinishReason, Mark, Timings, Usage
 from engine_service.core.pages import PageTable
 from engine_service.core.params import ResolvedSampling
 from engine_service.core.pinning import Pinned, num_pinned_before, pin, pinned_from
-from engine_service.core.step import Canvas, NewRow, Span
+from engine_service.core.step import Canvas, Decision, NewRow, Span
 from engine_service.core.strategy import DecodeStrategy, View
 
 MAX_PAUSES = 64
@@ -61,6 +62,8 @@ class Request:
     """Of `sampling`; here because every token is compared with them."""
     is_plain: bool
     """Its method only appends, and only its tokens are reported."""
+    only_prefills: bool = False
+    """It ends when its prompt's KV is in the pages."""
     pinned: Pinned = ()
     """Tokens behind the prompt that the caller gave."""
     mask: bytes | None = None
@@ -93,6 +96,9 @@ class Request:
     pauses: tuple[tuple[int, int], ...] = ()
     marks: list[Mark] | None = None
     """What happened to it and when; None where nobody traces it."""
+    remasks: int = 0
+    cache_refreshes: int = 0
+    """Of what is traced, as Finish has them."""
     started_ns: int | None = None
     first_token_ns: int | None = None
 
@@ -115,9 +121,16 @@ class Request:
             self.pauses = (*self.pauses, (self.paused_ns, now_ns))[:MAX_PAUSES]
             self.paused_ns = None
 
-    def mark(self, now_ns: int, span: Span, num_run: int, denoises: bool) -> None:
+    def mark(self, now_ns: int, span: Span, num_run: int, denoised: Canvas | None) -> None:
         """Takes down that a chunk of the prompt, or a block, is done: by the last `num_run` tokens,
-        after which another block is begun, or nothing is left to do."""
+        after which another block is begun, or nothing is left to do. `denoised` is the canvas ahead
+        of the step, if that took a denoising step."""
+        denoises = denoised is not None
+        if denoised is not None and self.marks is not None:
+            now = (*self.committed[len(self.committed) - num_run :], *self.canvas.token_ids)
+            pairs, mask = zip(denoised.token_ids, now, strict=False), self.strategy.mask_token_id
+            self.remasks += sum(before not in (mask, after) for before, after in pairs)
+            self.cache_refreshes += span.is_whole and span.kv_len > 0
         marks, stop, size = self.marks, len(self.committed), self.strategy.mask_block
         is_full = stop // size > (stop - num_run) // size or not self.canvas.token_ids
         is_block = denoises and num_run > 0 and is_full
@@ -177,6 +190,17 @@ class Request:
             mask=self.mask,
         )
 
+    def ends_by(self, stop: Stop | None, decision: Decision | None) -> Ending | None:
+        """What a step that is settled ends it by: a stop that was found, its vector, or all of its
+        prompt where no more is wanted."""
+        if stop is not None:
+            return Ending(stop.reason, stop.detail, stop.stop_token_id)
+        if decision is not None and decision.vector is not None:
+            return Ending(FinishReason.LENGTH, vector=decision.vector)
+        if self.only_prefills and self.num_cached >= self.prompt_len:
+            return Ending(FinishReason.LENGTH)
+        return None
+
     def finish(self, ending: Ending, now_ns: int) -> Finish:
         """The terminal event, with what the request used."""
         started = now_ns if self.started_ns is None else self.started_ns
@@ -209,4 +233,6 @@ class Request:
             self.pauses,
             ending.vector,
             tuple(self.marks or ()),
+            self.remasks,
+            self.cache_refreshes,
         )

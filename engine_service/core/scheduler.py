@@ -105,8 +105,10 @@ class Scheduler:
         """What changed in the prefix index since the last call."""
         return self._pages.journal.take()
 
-    def prepare(self, submit: Submit) -> Future[None] | None:
-        """Starts what a sequence needs before it is submitted; None: nothing."""
+    def prepare(self, submit: Submit, num_preparing: int) -> Future[None] | None:
+        """Starts what a sequence needs before it is submitted; None: nothing. Raises Overloaded."""
+        if submit.constraint is not None:
+            self._gate.check_preparing(num_preparing)
         return self._masks.compile(submit.constraint)
 
     def submit(self, submit: Submit) -> list[Reject]:
@@ -168,9 +170,7 @@ class Scheduler:
 
     def emit(self, *, heartbeat: bool = False) -> StepOutput | None:
         """What there is to tell since the last call; None when nothing, unless `heartbeat`."""
-        if not self._output and not heartbeat:
-            return None
-        return self._output.take(self.load)
+        return self._output.take(self.load) if self._output or heartbeat else None
 
     def check_integrity(self) -> None:
         """Asserts the invariants of pages, rows and queues. For tests and debugging."""
@@ -190,6 +190,7 @@ class Scheduler:
             own_spans=tuple(draft.spans),
             steady=draft.steady,
             masks=draft.masks,
+            settled=self._seq - len(self._in_flight) - 1,
         )
         self._in_flight.append((plan, draft.requests))
         return plan
@@ -254,25 +255,23 @@ class Scheduler:
         if denoises:
             self.planner.counting.denoised(span.decide_stop - first_open, len(run))
         if request.marks is not None:
-            request.mark(now, span, len(run), denoises)
+            request.mark(now, span, len(run), before if denoises else None)
         if request.first_token_ns is None and run:
             request.first_token_ns = now
         if len(committed) >= request.table.seal_at:
             self._pages.seal(request.table, committed, request.num_cached)
         request.look_ahead()
         if news:
-            row = self._output.row(request.key, news)
-            if logprobs is not None:
-                self._output.logprobs(row, logprobs[len(run) - len(news) : len(run)])
+            scored = None if logprobs is None else logprobs[len(run) - len(news) : len(run)]
+            is_first = len(committed) - len(news) == request.prompt_len
+            self._output.tell(request.key, news, scored, request.cached_tokens if is_first else -1)
         if span.score_stop > span.score_start:
             self._report_scores(request, span, decision)
         is_shown = request.emit_canvas and len(committed) >= request.told_len
         if is_shown and canvas.token_ids and (run or canvas != before):
             self._output.canvas(self._output.row_of(request.key), len(committed), canvas)
-        if stop:
-            self._end(request, Ending(stop.reason, stop.detail, stop.stop_token_id), now)
-        elif decision is not None and decision.vector is not None:
-            self._end(request, Ending(FinishReason.LENGTH, vector=decision.vector), now)
+        if (ending := request.ends_by(stop, decision)) is not None:
+            self._end(request, ending, now)
 
     def _report_scores(self, request: Request, span: Span, decision: Decision | None) -> None:
         assert decision is not None, "a prompt was scored without a decision"

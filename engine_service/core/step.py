@@ -170,6 +170,11 @@ class StepPlan:
     own_spans: tuple[Span, ...]
     steady: SteadyRows | None = None
     masks: tuple[RowMask, ...] = ()
+    is_timed: bool = False
+    """Whether ranks that only follow tell how long they took."""
+    settled: int = 0
+    """Steps up to this number were collected when this one was planned: whatever they decided is
+    known to whoever launches it."""
 
     @property
     def num_spans(self) -> int:

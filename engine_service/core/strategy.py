@@ -43,7 +43,8 @@ class Needs(NamedTuple):
 
 @dataclass(slots=True)
 class Budget:
-    """What is left of the step: query tokens, of them those of whole canvases, and rows of logits.
+    """What is left of the step: query tokens, of them those of whole canvases, rows of logits, and
+    rows that do something.
 
     The last whole canvas may overdraw its share: one always makes progress. StepDraft counts it
     down; a tuple made anew for every row would cost a tenth of the scheduler's time at 256 rows.
@@ -52,10 +53,11 @@ class Budget:
     tokens: int
     logits: int
     canvases: int = NO_BOUND
+    rows: int = NO_BOUND
 
     def allows(self, span: Span) -> bool:
         """Whether the span fits into what is left."""
-        if span.num_tokens > self.tokens or span.num_decided > self.logits:
+        if span.num_tokens > self.tokens or span.num_decided > self.logits or self.rows < 1:
             return False
         return self.canvases > 0 or not span.is_whole
 
@@ -92,6 +94,8 @@ class DecodeStrategy(ABC):
     """Most positions one span of this method decides on."""
     min_tokens_per_step: int
     """Smallest budget with which `plan` always makes progress."""
+    mask_token_id: int | None = None
+    """What an open position of a canvas holds as long as nothing is known of it."""
     default_max_tokens: ClassVar[int | None] = None
     """Output length of requests that ask for none; None: what the context holds."""
     append_only: ClassVar[bool] = False
@@ -273,8 +277,9 @@ class Executor(Protocol):
     """Runs step plans. `launch` returns at once; `collect` waits for that step's decisions."""
 
     limits: ExecutorLimits
-    overlaps: bool
-    """Steps run beside the host: one may be launched before the one ahead of it is collected."""
+    depth: int
+    """Steps that may be launched before the oldest one is collected: 0 where a step runs while it
+    is launched, 1 where it runs beside the host, more where it runs in stages."""
 
     def launch(self, plan: StepPlan) -> Any:
         """Starts a step and returns a handle for `collect`."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import struct
 
-from engine_service.core.messages import EngineFacts, Submit
+from engine_service.core.facts import EngineFacts
+from engine_service.core.messages import Submit
 from engine_service.core.params import DecodingChoice, PoolChoice, SamplingParams
 from engine_service.core.scheduler import Scheduler
 from engine_service.core.step import FULL

@@ -44,7 +44,7 @@ class BlockDiffusion(DecodeStrategy):
     ) -> None:
         self.mask_block = self.max_decide = block
         self.min_tokens_per_step = block + logits_shift
-        self._mask_token_id = mask_token_id
+        self.mask_token_id: int = mask_token_id
         self._shift = logits_shift
         self._eos_token_ids = eos_token_ids
 
@@ -82,7 +82,7 @@ class BlockDiffusion(DecodeStrategy):
 
     def begin(self, committed_len: int, params: Any, max_len: int) -> Canvas:
         """Masks up to the next border; a whole block if the prompt ends on one."""
-        return masks(self._mask_token_id, self.mask_block - committed_len % self.mask_block)
+        return masks(self.mask_token_id, self.mask_block - committed_len % self.mask_block)
 
     def plan(self, view: View, budget: Budget) -> Span | None:
         """As every method that caches what it commits. With shifted logits a span whose own first
@@ -98,7 +98,7 @@ class BlockDiffusion(DecodeStrategy):
         if not remembers(view.params):
             return view.committed_len, view.canvas
         start = max(view.prompt_len, self.max_cached(view.committed_len))
-        return start, masks(self._mask_token_id, self.mask_block - start % self.mask_block)
+        return start, masks(self.mask_token_id, self.mask_block - start % self.mask_block)
 
     def max_cached(self, committed_len: int) -> int:
         """Whole blocks only: the open block sees itself, so its KV is not final."""
@@ -121,7 +121,7 @@ class BlockDiffusion(DecodeStrategy):
         tail = merge(committed_len, canvas, span, decision)
         num_cached = committed_len + len(tail.token_ids) - self.mask_block
         if tail.num_final == len(tail.token_ids):
-            opened = masks(self._mask_token_id, self.mask_block)
+            opened = masks(self.mask_token_id, self.mask_block)
             return Update(tail.committed, tail.committed_logprobs, num_cached, opened)
         rest = tail.rest(canvas.step + 1)
         return Update(tail.committed, tail.committed_logprobs, num_cached, rest)
@@ -129,7 +129,7 @@ class BlockDiffusion(DecodeStrategy):
     def bind(self, max_rows: int, device: Any) -> None:
         """What the rules need per row."""
         self._tables = RevealTables(
-            max_rows, device, mask_token_id=self._mask_token_id, eos_token_ids=self._eos_token_ids
+            max_rows, device, mask_token_id=self.mask_token_id, eos_token_ids=self._eos_token_ids
         )
 
     def admit(self, rows: list[NewRow]) -> None:

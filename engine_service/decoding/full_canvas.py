@@ -76,7 +76,7 @@ class FullCanvas(DecodeStrategy):
     def __init__(
         self, *, mask_token_id: int, logits_shift: int, eos_token_ids: tuple[int, ...] = ()
     ) -> None:
-        self._mask_token_id = mask_token_id
+        self.mask_token_id: int = mask_token_id
         self._shift = logits_shift
         self._eos_token_ids = eos_token_ids
 
@@ -143,7 +143,7 @@ class FullCanvas(DecodeStrategy):
 
     def begin(self, committed_len: int, params: Any, max_len: int) -> Canvas:
         """Masks for the whole answer."""
-        return masks(self._mask_token_id, max_len - committed_len)
+        return masks(self.mask_token_id, max_len - committed_len)
 
     def max_cached(self, committed_len: int) -> int:
         """Nothing: what a position computes depends on the whole canvas."""
@@ -184,7 +184,7 @@ class FullCanvas(DecodeStrategy):
         opened = view.committed_len + canvas.fixed.index(False)
         start, stop = _block_of(opened, view.prompt_len, end, view.params)
         behind = stop - view.committed_len
-        masked = masks(self._mask_token_id, stop - start)
+        masked = masks(self.mask_token_id, stop - start)
         return start, Canvas(
             masked.token_ids + canvas.token_ids[behind:], masked.fixed + canvas.fixed[behind:]
         )
@@ -201,7 +201,7 @@ class FullCanvas(DecodeStrategy):
     def bind(self, max_rows: int, device: Any) -> None:
         """Tables of the rows' rules; the columns of a decision are as many as the longest block."""
         self._reveal = RevealTables(
-            max_rows, device, mask_token_id=self._mask_token_id, eos_token_ids=self._eos_token_ids
+            max_rows, device, mask_token_id=self.mask_token_id, eos_token_ids=self._eos_token_ids
         )
         self._blocks = [1] * (max_rows + 1)
         self._kept_by: dict[int, tuple[FullCanvasParams, int, int]] = {}

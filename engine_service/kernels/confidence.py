@@ -14,6 +14,7 @@ import torch
 
 from engine_service.kernels.jit import INTERPRETED, jit, overlaps_launches, runs_triton, tl, triton
 from engine_service.kernels.sampling import Streams
+from engine_service.kernels.vocab_share import VocabShare
 from engine_service.kernels.vocab_tiles import (
     TILE,
     distance_below,
@@ -202,6 +203,7 @@ def _tiles_kernel(
     part_ptr: tl.tensor,
     stride: tl.tensor,
     first: tl.tensor,
+    origin: tl.tensor,
     vocab: tl.tensor,
     num_tiles: tl.tensor,
     num_parts: tl.tensor,
@@ -235,7 +237,7 @@ def _tiles_kernel(
             score, token = lowest_best(noisy, ids, vocab)
             # Where nothing is allowed the id that wins may be a banned one.
             chosen = tl.minimum(tl.load(line_ptr + token).to(tl.float32), best)
-    part = n * num_tiles + start // BLOCK
+    part = n * num_tiles + (start - origin) // BLOCK
     tl.store(id_ptr + part, token)
     _store_part(part_ptr + part, num_parts, x, score, chosen, best, second)
 
@@ -310,11 +312,15 @@ class TileParts:
     nor, where the vocabulary is a multiple of 16, do their last bits. float64 is not there.
     """
 
-    def __init__(self, num_rows: int, vocab: int, device: torch.device) -> None:
-        self._vocab = vocab
-        shape = (num_rows, triton.cdiv(vocab, TILE))
-        self._ids = torch.empty(shape, dtype=torch.int32, device=device)
-        self._parts = torch.empty((_PARTS, *shape), dtype=torch.float32, device=device)
+    def __init__(
+        self, num_rows: int, width: int, device: torch.device, share: VocabShare | None = None
+    ) -> None:
+        """`width` logits a row: the whole vocabulary's, or those of a share of it."""
+        self._share = share
+        self._first, count = (0, width) if share is None else share[:2]
+        self._stop, self._num_rows = self._first + count, num_rows
+        shape = ((1 + _PARTS) * num_rows, triton.cdiv(width, TILE))
+        self._tiles = torch.empty(shape, dtype=torch.int32, device=device)
         self._overlap = overlaps_launches(device)
 
     def add(
@@ -324,20 +330,22 @@ class TileParts:
         banned_ids: torch.Tensor | None,
         streams: Streams | None = None,
     ) -> None:
-        """Logits [N, P] of the ids from `first` on, a multiple of TILE; P is one too, but in the
-        last piece. Rows are contiguous. `streams`: rows of a temperature above 0 are drawn."""
+        """Logits [N, P] of the columns from `first` on, a multiple of TILE; P is one too, but in
+        the last piece. Rows are contiguous. `streams`: rows of a temperature above 0 are drawn."""
         num_rows, width = piece.shape
+        ids, parts = self._split(self._tiles)
         _tiles_kernel[(num_rows, triton.cdiv(width, TILE))](
             piece,
             *(streams[:5] if streams is not None else (None,) * 5),
             banned_ids,
-            self._ids,
-            self._parts,
+            ids,
+            parts,
             piece.stride(0),
-            first,
-            self._vocab,
-            self._ids.shape[1],
-            self._ids.numel(),
+            self._first + first,
+            self._first,
+            self._stop,
+            ids.shape[1],
+            ids.numel(),
             PURPOSE=int(streams.purpose) if streams is not None else 0,
             NUM_BANNED=0 if banned_ids is None else banned_ids.numel(),
             DRAWS=streams is not None,
@@ -352,23 +360,29 @@ class TileParts:
         )
 
     def confidence(self) -> Confidence:
-        """Of all pieces; every id was in one."""
-        num_rows, num_tiles = self._ids.shape
-        token_ids = torch.empty(num_rows, dtype=torch.int64, device=self._ids.device)
-        out = torch.empty(3, num_rows, dtype=torch.float32, device=self._ids.device)
+        """Of all pieces, those of other ranks included; every id was in one."""
+        tiles = self._tiles if self._share is None else self._share.join(self._tiles)
+        ids, parts = self._split(tiles)
+        num_rows, num_tiles = ids.shape
+        token_ids = torch.empty(num_rows, dtype=torch.int64, device=ids.device)
+        out = torch.empty(3, num_rows, dtype=torch.float32, device=ids.device)
         _join_kernel[(num_rows,)](
-            self._ids,
-            self._parts,
+            ids,
+            parts,
             token_ids,
             out,
             num_tiles,
-            self._ids.numel(),
+            ids.numel(),
             BLOCK=triton.next_power_of_2(num_tiles),
             PDL=self._overlap,
             num_warps=1,
             launch_pdl=self._overlap,
         )
         return Confidence(token_ids, *out)
+
+    def _split(self, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids [N, C], and the other parts behind them."""
+        return tiles[: self._num_rows], tiles[self._num_rows :].view(torch.float32)
 
 
 def confidence_triton(

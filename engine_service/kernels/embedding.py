@@ -7,20 +7,28 @@ from torch.nn import functional
 
 from engine_service.kernels.jit import jit, overlaps_launches, runs_triton, tl, triton
 
+Own = tuple[int, int]
+"""(first id, how many) that the rows of a matrix are of."""
+
 
 def gather_embeddings_ref(
-    tokens: torch.Tensor, places_T: torch.Tensor, weight_VE: torch.Tensor
+    tokens: torch.Tensor, places_T: torch.Tensor, weight_VE: torch.Tensor, own: Own | None = None
 ) -> torch.Tensor:
-    """[T, E]: weight[tokens[places]]; `tokens` is flat, int64."""
-    return functional.embedding(tokens.index_select(0, places_T), weight_VE)
+    """[T, E]: weight[tokens[places]]; `tokens` is flat, int64. Ids that are not `own` are zero."""
+    ids = tokens.index_select(0, places_T)
+    if own is None:
+        return functional.embedding(ids, weight_VE)
+    ids = ids - own[0]
+    is_own = (ids >= 0) & (ids < own[1])
+    return functional.embedding(ids.where(is_own, 0), weight_VE) * is_own[:, None]
 
 
 def gather_embeddings(
-    tokens: torch.Tensor, places_T: torch.Tensor, weight_VE: torch.Tensor
+    tokens: torch.Tensor, places_T: torch.Tensor, weight_VE: torch.Tensor, own: Own | None = None
 ) -> torch.Tensor:
     """`gather_embeddings_ref`; one launch on CUDA, where places and ids are not checked."""
     gather = gather_embeddings_triton if runs_triton(weight_VE) else gather_embeddings_ref
-    return gather(tokens, places_T, weight_VE)
+    return gather(tokens, places_T, weight_VE, own)
 
 
 @jit
@@ -30,7 +38,10 @@ def _gather_embeddings_kernel(
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
     weight_stride: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
     WIDTH: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -41,12 +52,17 @@ def _gather_embeddings_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     token = tl.load(token_ptr + tl.load(place_ptr + row))
-    x = tl.load(weight_ptr + token * weight_stride + column, mask=inside)
+    if SHARED:
+        token -= first
+        own = inside & (token >= 0) & (token < count)
+        x = tl.load(weight_ptr + token * weight_stride + column, mask=own, other=0.0)
+    else:
+        x = tl.load(weight_ptr + token * weight_stride + column, mask=inside)
     tl.store(out_ptr + row * WIDTH + column, x, mask=inside)
 
 
 def gather_embeddings_triton(
-    tokens: torch.Tensor, places_T: torch.Tensor, weight_VE: torch.Tensor
+    tokens: torch.Tensor, places_T: torch.Tensor, weight_VE: torch.Tensor, own: Own | None = None
 ) -> torch.Tensor:
     """`gather_embeddings_ref` in one launch, any number format; rows of the weight may lie apart.
 
@@ -62,7 +78,9 @@ def gather_embeddings_triton(
         weight_VE,
         out,
         weight_VE.stride(0),
+        *(own or (0, 0)),
         WIDTH=width,
+        SHARED=own is not None,
         BLOCK=block,
         PDL=overlap,
         num_warps=4,

@@ -91,10 +91,12 @@ def grouped_linear_ref(
     x_RI: torch.Tensor, weight_XWI: torch.Tensor, experts_R: torch.Tensor, *, gated: bool = False
 ) -> torch.Tensor:
     """[R, W]: row r times the weight of expert `experts[r]`; gated: silu(first half) * second
-    half, [R, W / 2]."""
+    half, [R, W / 2]. Rows of experts that are not among the X are zero."""
     width = weight_XWI.shape[1] // (2 if gated else 1)
-    out = x_RI.new_empty(x_RI.shape[0], width)
+    out = x_RI.new_zeros(x_RI.shape[0], width)
     for expert in experts_R.unique().tolist():
+        if not 0 <= expert < len(weight_XWI):
+            continue
         rows = (experts_R == expert).nonzero().squeeze(1)
         y = functional.linear(x_RI[rows], weight_XWI[expert])
         out[rows] = silu_mul(y) if gated else y
@@ -114,6 +116,7 @@ def mix_experts_ref(
 
     An expert is down(silu(gate) * up); `gate_up` [X, 2 I, E] holds the gate first. Every product is
     rounded to the format of x, the sum once and in the format of `shares` (float32 at least).
+    Experts outside of [0, X) are another rank's: they cost nothing here and add nothing.
     """
     num_tokens, per_token = experts_TA.shape
     experts_R = experts_TA.flatten()
@@ -169,7 +172,7 @@ def _group_rows_kernel(
     for start in range(0, R, CHUNK):
         inside = start + offset < R
         expert = tl.load(expert_ptr + start + offset, mask=inside, other=0).to(tl.int32)
-        counts += tl.histogram(expert, BLOCK_X, mask=inside)
+        counts += tl.histogram(expert, BLOCK_X, mask=inside & (expert >= 0) & (expert < X))
     tiles = (counts + BLOCK_M - 1) // BLOCK_M
     column = tl.arange(0, BLOCK_X)
     first = tl.sum(tl.where(column < own, tiles, 0))
@@ -323,8 +326,10 @@ def grouped_linear_triton(
 def _weighted_sum_kernel(
     residual_ptr: tl.tensor,
     y_ptr: tl.tensor,
+    expert_ptr: tl.tensor,
     share_ptr: tl.tensor,
     residual_stride: tl.tensor,
+    X: tl.tensor,
     WIDTH: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -340,7 +345,9 @@ def _weighted_sum_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for one in tl.static_range(PER_TOKEN):
         share = tl.load(share_ptr + token * PER_TOKEN + one)
-        total += share * tl.load(y_ptrs + one * WIDTH, mask=inside, other=0.0).to(tl.float32)
+        expert = tl.load(expert_ptr + token * PER_TOKEN + one)
+        here = inside & (expert >= 0) & (expert < X)  # nobody has written y of the others
+        total += share * tl.load(y_ptrs + one * WIDTH, mask=here, other=0.0).to(tl.float32)
     places = residual_ptr + token * residual_stride + column
     held = tl.load(places, mask=inside, other=0.0)
     tl.store(places, (held.to(tl.float32) + total).to(held.dtype), mask=inside)
@@ -374,8 +381,10 @@ def mix_experts_triton(
     _weighted_sum_kernel[(num_tokens, triton.cdiv(width, block))](
         residual_TE,
         y_RE,
+        experts_TA.contiguous(),
         shares_TA.contiguous(),
         residual_TE.stride(0),
+        num_experts,
         WIDTH=width,
         PER_TOKEN=per_token,
         BLOCK=block,

@@ -20,6 +20,7 @@ import torch
 from engine_service.kernels.confidence import Confidence, TileParts
 from engine_service.kernels.sampling import Streams
 from engine_service.kernels.small_linear import small_linear
+from engine_service.kernels.vocab_share import VocabShare
 from engine_service.kernels.vocab_tiles import TILE
 
 PIECE_BYTES = 32 << 20
@@ -45,14 +46,15 @@ def head_confidence_triton(
     weight_VE: torch.Tensor,
     streams: Streams | None = None,
     banned_ids: torch.Tensor | None = None,
+    share: VocabShare | None = None,
 ) -> Confidence:
-    """`confidence_of_pieces` of the logits x W^T.
+    """`confidence_of_pieces` of the logits x W^T, or of the share of them that this rank has.
 
     `streams`: a row of a temperature above 0 draws its token, as `draw_tokens_triton` does. Two
     launches a piece and one more, nothing waits, and all sizes follow from the arguments' shapes.
     """
     num_rows, vocab = x_NE.shape[0], weight_VE.shape[0]
-    parts = TileParts(num_rows, vocab, x_NE.device)
+    parts = TileParts(num_rows, vocab, x_NE.device, share)
     width, first = piece_width(num_rows, vocab, x_NE.dtype), 0
     for piece in head_pieces(x_NE, weight_VE, width):
         parts.add(piece, first, banned_ids, streams)

@@ -20,6 +20,7 @@ from engine_service.kernels.key_scores import (
     Cache,
     KeepingSpans,
     Strides,
+    SumRanks,
     build_of,
     candidates_of,
     num_candidates,
@@ -36,16 +37,23 @@ _CHUNK = 1024
 
 
 def keep_keys_ref(
-    q_AHD: torch.Tensor, own: Cache, pages: Cache, spans: KeepingSpans, bounds: Bounds
+    q_AHD: torch.Tensor,
+    own: Cache,
+    pages: Cache,
+    spans: KeepingSpans,
+    bounds: Bounds,
+    sum_ranks: SumRanks | None = None,
 ) -> None:
     """Copies the keys and values that `spans` keep out of `own` to where `spans.pages` says.
 
+    `sum_ranks`: the heads here are some of those that are ranked together.
     A head's keys stay in order of position; slots behind the last one are cleared, because whoever
     gathers a page reads them.
     """
     page_size, num_heads = own.k.shape[1:3]
     candidates_SC = candidates_of(spans, bounds)
-    scores_SKC = _pool(score_keys_ref(q_AHD, own.k, candidates_SC, spans, bounds), spans, bounds)
+    scores_SKC = score_keys_ref(q_AHD, own.k, candidates_SC, spans, bounds, sum_ranks)
+    scores_SKC = _pool(scores_SKC, spans, bounds)
     place_M = torch.arange(spans.pages.shape[1] * page_size, device=q_AHD.device)
     is_kept_SM = place_M < spans.num_kept[:, None]
     chosen_SKM = _choose(scores_SKC, is_kept_SM)
@@ -86,11 +94,16 @@ def _choose(scores_SKC: torch.Tensor, is_kept_SM: torch.Tensor) -> torch.Tensor:
 
 
 def keep_keys(
-    q_AHD: torch.Tensor, own: Cache, pages: Cache, spans: KeepingSpans, bounds: Bounds
+    q_AHD: torch.Tensor,
+    own: Cache,
+    pages: Cache,
+    spans: KeepingSpans,
+    bounds: Bounds,
+    sum_ranks: SumRanks | None = None,
 ) -> None:
-    """`keep_keys_ref`; two launches on CUDA."""
+    """`keep_keys_ref`; two launches on CUDA, and those of a sum over ranks."""
     keep = keep_keys_triton if runs_triton(q_AHD) else keep_keys_ref
-    keep(q_AHD, own, pages, spans, bounds)
+    keep(q_AHD, own, pages, spans, bounds, sum_ranks)
 
 
 class _Line(NamedTuple):
@@ -201,8 +214,10 @@ def _keep_kernel(
     B: tl.constexpr,
     CANDIDATES: tl.constexpr,
     CHUNK: tl.constexpr,
+    SUMMED: tl.constexpr,
 ) -> None:
-    """A program chooses and copies the keys of one span and head."""
+    """A program chooses and copies the keys of one span and head. SUMMED: behind the lines of the
+    heads there is one with the sum of all of them."""
     if B.pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -217,8 +232,9 @@ def _keep_kernel(
     keys, table = key_ptr + head * num_tokens + first, spans.pages + span * num_pages
     line = _Line(keys, count, head, tl.load(spans.first_slot + span), start, hole, table)
     by_head = tl.load(spans.by_head + span) != 0
-    scores = score_ptr + first + tl.where(by_head, head * num_tokens, 0)
-    num_lines = tl.where(by_head, 1, B.num_heads)
+    common: tl.constexpr = B.num_heads if SUMMED else 0
+    scores = score_ptr + first + tl.where(by_head, head, common) * num_tokens
+    num_lines = tl.where(by_head, 1, 1 if SUMMED else B.num_heads)
     _store_pooled(line, scores, num_lines, num_tokens, tl.load(spans.reach + span), CHUNK)
     # Threads read the keys that others have stored.
     tl.debug_barrier()
@@ -229,7 +245,12 @@ def _keep_kernel(
 
 
 def keep_keys_triton(
-    q_AHD: torch.Tensor, own: Cache, pages: Cache, spans: KeepingSpans, bounds: Bounds
+    q_AHD: torch.Tensor,
+    own: Cache,
+    pages: Cache,
+    spans: KeepingSpans,
+    bounds: Bounds,
+    sum_ranks: SumRanks | None = None,
 ) -> None:
     """`keep_keys_ref` in two launches, but for slots that no span has, which stay as they are.
 
@@ -239,6 +260,8 @@ def keep_keys_triton(
     strides = own.k.stride()
     assert all(one.stride() == strides for one in (own.v, *pages)), "caches of several layouts"
     scores = score_keys_triton(q_AHD, own.k, spans, bounds)
+    if sum_ranks is not None:
+        scores = torch.cat((scores, sum_ranks(scores.sum(0, keepdim=True))))
     built = build_of(q_AHD, own.k)
     _keep_kernel[(built.num_heads, len(spans.length))](
         own,
@@ -252,5 +275,6 @@ def keep_keys_triton(
         built,
         CANDIDATES=_CANDIDATES,
         CHUNK=_CHUNK,
+        SUMMED=sum_ranks is not None,
         launch_pdl=built.pdl,
     )

@@ -6,12 +6,16 @@ heads, K key-value heads, D head size, N pages, G page size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from engine_service.kernels.jit import jit, overlaps_launches, tl, triton
+
+SumRanks = Callable[[torch.Tensor], torch.Tensor]
+"""Adds up what every rank has of its own heads, in place."""
 
 _CANDIDATES = 64
 """Keys that a program scores."""
@@ -77,10 +81,11 @@ def score_keys_ref(
     candidates_SC: torch.Tensor,
     spans: KeepingSpans,
     bounds: Bounds,
+    sum_ranks: SumRanks | None = None,
 ) -> torch.Tensor:
     """[S, K, C] float32: how much the queries of a hole, added up, attend to the keys at
     `candidates` [S, C], unscaled: the order is that of their mean. Of several heads it is the best
-    (`by_head`), or the sum of all."""
+    (`by_head`), or the sum of all, those of other ranks included."""
     ahead = torch.arange(bounds.hole, device=q_AHD.device)
     is_query = ahead < (spans.hole_stop - spans.hole_start)[:, None]
     first = (spans.first_token + spans.hole_start)[:, None]
@@ -91,6 +96,8 @@ def score_keys_ref(
     grouped = sum_SHD.unflatten(1, (num_heads, -1))
     scores = torch.einsum("skgd,sckd->skgc", grouped, k_SCKD)
     own, common = scores.amax(2), scores.sum((1, 2))[:, None]
+    if sum_ranks is not None:
+        common = sum_ranks(common)
     return own.where(spans.by_head[:, None, None] != 0, common)
 
 

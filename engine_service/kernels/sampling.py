@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from engine_service.kernels.jit import INTERPRETED, jit, overlaps_launches, tl, triton
+from engine_service.kernels.vocab_share import VocabShare
 from engine_service.kernels.vocab_tiles import (
     TILE,
     draw_key,
@@ -48,6 +49,7 @@ def _draw_tiles_kernel(
     id_ptr: tl.tensor,
     score_ptr: tl.tensor,
     stride: tl.tensor,
+    first: tl.tensor,
     vocab: tl.tensor,
     PURPOSE: tl.constexpr,
     NUM_BANNED: tl.constexpr,
@@ -59,10 +61,11 @@ def _draw_tiles_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0).to(tl.int64)
-    start = tl.program_id(1) * BLOCK
+    start = first + tl.program_id(1) * BLOCK
     row = tl.load(row_ptr + n)
     temperature = tl.load(temperature_ptr + row)
-    x = load_tile(logits_ptr + n * stride, start, vocab, banned_ptr, NUM_BANNED, BLOCK)
+    # Ids are those of the whole vocabulary: the line begins `first` logits ahead of the columns.
+    x = load_tile(logits_ptr + (n * stride - first), start, vocab, banned_ptr, NUM_BANNED, BLOCK)
     ids = start + tl.arange(0, BLOCK)
     score = x
     # A branch per program: one captured graph serves greedy rows and sampled ones.
@@ -99,18 +102,23 @@ def _join_tiles_kernel(
 
 
 def draw_tokens_triton(
-    logits_NV: torch.Tensor, streams: Streams, banned_ids: torch.Tensor | None
+    logits_NV: torch.Tensor,
+    streams: Streams,
+    banned_ids: torch.Tensor | None,
+    share: VocabShare | None = None,
 ) -> torch.Tensor:
     """[N] int64 argmax of logits / temperature + Gumbel noise, of equals the lowest id; never a
     banned one.
 
+    `share`: which ids the columns are of; the best of each tile is exchanged with other ranks.
     `logits` are float32, bfloat16 or float16 with contiguous rows; `banned_ids` [few] int64. A NaN
     never wins; a row of nothing else gets an id in range.
     """
-    num_rows, vocab = logits_NV.shape
-    num_tiles = triton.cdiv(vocab, TILE)
-    ids = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=logits_NV.device)
-    scores = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits_NV.device)
+    num_rows, width = logits_NV.shape
+    first, count = (0, width) if share is None else share[:2]
+    num_tiles = triton.cdiv(width, TILE)
+    tiles = torch.empty(2 * num_rows, num_tiles, dtype=torch.int32, device=logits_NV.device)
+    ids, scores = tiles[:num_rows], tiles[num_rows:].view(torch.float32)
     overlap = overlaps_launches(logits_NV.device)
     _draw_tiles_kernel[(num_rows, num_tiles)](
         logits_NV,
@@ -119,7 +127,8 @@ def draw_tokens_triton(
         ids,
         scores,
         logits_NV.stride(0),
-        vocab,
+        first,
+        first + count,
         PURPOSE=int(streams.purpose),
         NUM_BANNED=0 if banned_ids is None else banned_ids.numel(),
         HARDWARE_LOG=not INTERPRETED,
@@ -130,7 +139,15 @@ def draw_tokens_triton(
         enable_fp_fusion=False,
         launch_pdl=overlap,
     )
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits_NV.device)
+    return _join_tiles(tiles if share is None else share.join(tiles))
+
+
+def _join_tiles(tiles: torch.Tensor) -> torch.Tensor:
+    """[N] int64 id of the best tile, of [2 N, C] ids above scores."""
+    num_rows, num_tiles = tiles.shape[0] // 2, tiles.shape[1]
+    ids, scores = tiles[:num_rows], tiles[num_rows:].view(torch.float32)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=tiles.device)
+    overlap = overlaps_launches(tiles.device)
     _join_tiles_kernel[(num_rows,)](
         ids,
         scores,

@@ -61,14 +61,18 @@ def small_linear_ref(
     norm: tuple[torch.Tensor, float] | None = None,
     gated: bool = False,
     residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = norm(x) W^T + b; gated: silu(first half of y) * second half; residual: residual + y,
-    written into `residual`. `norm` is (weight [K], eps)."""
+    written into `residual`. `norm` is (weight [K], eps); y is written into `out` if there is one
+    and no residual."""
     x = x_MK if norm is None else rms_norm_ref(x_MK, *norm)
     y = functional.linear(x, weight_NK, bias_N)
     if gated:
         y = silu_mul_ref(y)
-    return y if residual is None else residual.add_(y)
+    if residual is not None:
+        return residual.add_(y)
+    return y if out is None else out.copy_(y)
 
 
 def small_linear(
@@ -79,10 +83,11 @@ def small_linear(
     norm: tuple[torch.Tensor, float] | None = None,
     gated: bool = False,
     residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`small_linear_ref`; one launch where `prefers_small`."""
     compute = small_linear_triton if prefers_small(x_MK, weight_NK) else small_linear_ref
-    return compute(x_MK, weight_NK, bias_N, norm=norm, gated=gated, residual=residual)
+    return compute(x_MK, weight_NK, bias_N, norm=norm, gated=gated, residual=residual, out=out)
 
 
 def prefers_small(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> bool:
@@ -104,6 +109,7 @@ def small_linear_triton(
     norm: tuple[torch.Tensor, float] | None = None,
     gated: bool = False,
     residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """`small_linear_ref` of 1 to `MAX_ROWS` rows in one launch (float16 with a norm: maybe two).
@@ -124,7 +130,8 @@ def small_linear_triton(
     if norm is not None and tiles.num_stages and x_MK.dtype is torch.float16:
         # x g could exceed float16 before the norm's factor brings it back.
         x_MK, norm = rms_norm(x_MK, *norm), None
-    out = x_MK.new_empty(rows, out_size // 2 if gated else out_size)
+    if out is None:
+        out = x_MK.new_empty(rows, out_size // 2 if gated else out_size)
     out = out if residual is None else residual
     multiply(
         x_MK.contiguous(),

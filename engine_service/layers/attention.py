@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from engine_service.attention.base import AttentionStep, KeptKeys
+from engine_service.distributed import ALONE, Group
 from engine_service.kernels.jit import runs_triton
 from engine_service.kernels.keep_keys import keep_keys
 from engine_service.kernels.key_scores import Cache
@@ -23,14 +24,23 @@ class PagedAttention:
     """
 
     def __init__(
-        self, layer: int, *, window: int | None, num_heads: int, num_kv_heads: int, head_dim: int
+        self,
+        layer: int,
+        *,
+        window: int | None,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        group: Group = ALONE,
     ) -> None:
+        """The heads are this rank's own; `group` has all of them."""
         self.layer = layer
         self.window = window
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
+        self._sum_ranks = group.sum_ if group.size > 1 else None
 
     def __call__(
         self,
@@ -69,7 +79,8 @@ class PagedAttention:
         )
         if kept is not None:
             own, pages = cache, kept.caches[self.layer]
-            keep_keys(q_THD, Cache(own.k, own.v), Cache(pages.k, pages.v), kept.spans, kept.bounds)
+            caches = Cache(own.k, own.v), Cache(pages.k, pages.v)
+            keep_keys(q_THD, *caches, kept.spans, kept.bounds, self._sum_ranks)
         return mixed.flatten(1)
 
     def _place_fused(

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from engine_service.distributed import ALONE, Group
 from engine_service.kernels.grouped_linear import mix_experts
 from engine_service.kernels.wide_linear import wide_linear
-from engine_service.layers.feed_forward import FeedForward
+from engine_service.layers.feed_forward import AFTER_FEED_FORWARD, FeedForward
 from engine_service.layers.norm import RMSNorm
 from engine_service.layers.routing import Router
+from engine_service.layers.slots import Piece, Share, Slot, Slots
 from engine_service.schemes.base import LinearScheme
 
 
@@ -53,10 +55,18 @@ class Experts(nn.Module):
         scheme: LinearScheme,
         device: torch.device,
         dtype: torch.dtype,
+        group: Group = ALONE,
     ) -> None:
-        """`scheme` multiplies the shared experts; those of the mixture are not quantised."""
+        """`scheme` multiplies the shared experts; those of the mixture are not quantised. Every
+        rank of `group` routes all tokens, and holds a share of every expert's inner width or, with
+        `group.whole_experts`, all of some experts: what others hold is in the ranks' sum."""
         super().__init__()
-        num_experts, inner = mixture.router.num_experts, mixture.inner_size
+        num_experts = mixture.router.num_experts
+        self._group = group
+        by_expert, by_width = (group, ALONE) if group.whole_experts else (ALONE, group)
+        self._own = Share.even(num_experts, by_expert)
+        self._inner = Share.even(mixture.inner_size, by_width)
+        inner = self._inner.size
         wide = torch.promote_types(dtype, torch.float32)
 
         def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -66,8 +76,8 @@ class Experts(nn.Module):
         # Logits that are close decide which expert a token takes: they are computed in float32.
         self.router = parameter(num_experts, hidden_size, dtype=wide)
         self.bias = parameter(num_experts, dtype=wide) if mixture.router.biased else None
-        self.gate_up = parameter(num_experts, 2 * inner, hidden_size, dtype=dtype)
-        self.down = parameter(num_experts, hidden_size, inner, dtype=dtype)
+        self.gate_up = parameter(self._own.size, 2 * inner, hidden_size, dtype=dtype)
+        self.down = parameter(self._own.size, hidden_size, inner, dtype=dtype)
         self.shared = (
             FeedForward(
                 hidden_size,
@@ -76,6 +86,7 @@ class Experts(nn.Module):
                 scheme=scheme,
                 device=device,
                 dtype=dtype,
+                group=group,
             )
             if mixture.shared_size
             else None
@@ -85,28 +96,48 @@ class Experts(nn.Module):
         """residual + the experts of norm(residual); `residual` is overwritten and returned."""
         x = norm(residual_TE)
         experts, shares = self.mixture.router(wide_linear(x, self.router), self.bias)
-        if self.shared is not None:
-            self.shared.add(residual_TE, x)
-        return mix_experts(
+        if self._own.start:
+            experts = experts - self._own.start
+
+        def add_to(total: torch.Tensor) -> torch.Tensor:
+            if self.shared is not None:
+                self.shared.add(total, x)
+            return mix_experts(
+                total,
+                x,
+                experts_TA=experts,
+                shares_TA=shares,
+                gate_up_XWE=self.gate_up,
+                down_XEI=self.down,
+            )
+
+        if self._group.size == 1:
+            return add_to(residual_TE)
+        return self._group.add_sum(
             residual_TE,
-            x,
-            experts_TA=experts,
-            shares_TA=shares,
-            gate_up_XWE=self.gate_up,
-            down_XEI=self.down,
+            AFTER_FEED_FORWARD,
+            lambda room: add_to(torch.zeros_like(residual_TE) if room is None else room.zero_()),
         )
 
-    def slots(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Checkpoint names to the views that take them; every expert has tensors of its own."""
-        names, inner = self.mixture.names, self.mixture.inner_size
-        views: dict[str, torch.Tensor] = {f"{prefix}.{names.router}.weight": self.router}
+    def slots(self, prefix: str) -> Slots:
+        """Checkpoint names to what is held of them; every expert has tensors of its own."""
+        names, inner = self.mixture.names, self._inner
+        slots: Slots = {f"{prefix}.{names.router}.weight": Slot.whole(self.router)}
         if self.bias is not None:
-            views[f"{prefix}.{names.bias}"] = self.bias
+            slots[f"{prefix}.{names.bias}"] = Slot.whole(self.bias)
         if self.shared is not None:
-            views |= self.shared.slots(f"{prefix}.{names.shared}")
-        for index, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            slots |= self.shared.slots(f"{prefix}.{names.shared}")
+        hidden = self.down.shape[1]
+        wide, tall = (inner.whole, hidden), (hidden, inner.whole)
+        for index in range(self._own.whole):
             expert = f"{prefix}.{names.expert}.{index}"
-            views[f"{expert}.{names.gate}.weight"] = gate_up[:inner]
-            views[f"{expert}.{names.up}.weight"] = gate_up[inner:]
-            views[f"{expert}.{names.down}.weight"] = down
-        return views
+            slots |= {f"{expert}.{name}.weight": Slot(wide, ()) for name in (names.gate, names.up)}
+            slots[f"{expert}.{names.down}.weight"] = Slot(tall, ())
+        for index, gate_up, down in zip(self._own.range, self.gate_up, self.down, strict=True):
+            expert = f"{prefix}.{names.expert}.{index}"
+            halves = {names.gate: gate_up[: inner.size], names.up: gate_up[inner.size :]}
+            for name, half in halves.items():
+                slots[f"{expert}.{name}.weight"] = Slot(wide, (Piece(half, (inner.slice,)),))
+            piece = Piece(down, (slice(None), inner.slice))
+            slots[f"{expert}.{names.down}.weight"] = Slot(tall, (piece,))
+        return slots

@@ -8,9 +8,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from engine_service.distributed import ALONE, Group
 from engine_service.layers.linear import Linear
 from engine_service.layers.norm import RMSNorm
+from engine_service.layers.slots import Share, Slots
 from engine_service.schemes.base import LinearScheme
+
+AFTER_FEED_FORWARD = 1
+"""Site of the ranks' sums; attention's is 0, so that the two take turns."""
 
 
 class FeedForward(nn.Module):
@@ -25,23 +30,28 @@ class FeedForward(nn.Module):
         scheme: LinearScheme,
         device: torch.device,
         dtype: torch.dtype,
+        group: Group = ALONE,
     ) -> None:
+        """Every rank of `group` holds a share of the inner width."""
         super().__init__()
+        inner, hidden = Share.even(inner_size, group), Share.all_of(hidden_size)
         self.gate_up = Linear(
-            hidden_size,
-            {"gate_proj": inner_size, "up_proj": inner_size},
+            hidden,
+            {"gate_proj": (inner,), "up_proj": (inner,)},
             bias=bias,
             scheme=scheme,
             device=device,
             dtype=dtype,
         )
         self.down = Linear(
-            inner_size,
-            {"down_proj": hidden_size},
+            inner,
+            {"down_proj": (hidden,)},
             bias=bias,
             scheme=scheme,
             device=device,
             dtype=dtype,
+            group=group,
+            site=AFTER_FEED_FORWARD,
         )
 
     def forward(self, residual_TE: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
@@ -49,9 +59,10 @@ class FeedForward(nn.Module):
         return self.down.add(residual_TE, self.gate_up(residual_TE, norm=norm, gated=True))
 
     def add(self, residual_TE: torch.Tensor, x_TE: torch.Tensor) -> torch.Tensor:
-        """residual + this layer of x; `residual` is overwritten and returned."""
-        return self.down.add(residual_TE, self.gate_up(x_TE, gated=True))
+        """residual + this rank's part of this layer of x; `residual` is overwritten and
+        returned."""
+        return self.down.add_part(residual_TE, self.gate_up(x_TE, gated=True))
 
-    def slots(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Checkpoint names to the views that take them."""
+    def slots(self, prefix: str) -> Slots:
+        """Checkpoint names to what is held of them."""
         return self.gate_up.slots(prefix) | self.down.slots(prefix)

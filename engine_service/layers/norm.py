@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from engine_service.kernels.norm import rms_norm
+from engine_service.layers.slots import Slot, Slots
 
 
 class RMSNorm(nn.Module):
@@ -37,9 +38,12 @@ class LayerNorm(nn.Module):
         """Same shape as x."""
         return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
-    def slots(self, prefix: str) -> dict[str, torch.Tensor]:
+    def slots(self, prefix: str) -> Slots:
         """Checkpoint names to the parameters that take them."""
-        return {f"{prefix}.weight": self.weight, f"{prefix}.bias": self.bias}
+        return {
+            f"{prefix}.weight": Slot.whole(self.weight),
+            f"{prefix}.bias": Slot.whole(self.bias),
+        }
 
 
 class HeadNorm(nn.Module):
@@ -65,11 +69,11 @@ class HeadNorm(nn.Module):
         """[T, H + K, D], query heads first."""
         return rms_norm(qk_THD, None, self.eps) * self.weight
 
-    def slots(self, query_name: str, key_name: str) -> dict[str, torch.Tensor]:
+    def slots(self, query_name: str, key_name: str) -> Slots:
         """The first head of each kind; `spread` copies it to the others."""
         return {
-            f"{query_name}.weight": self.weight[0],
-            f"{key_name}.weight": self.weight[self.num_heads],
+            f"{query_name}.weight": Slot.whole(self.weight[0]),
+            f"{key_name}.weight": Slot.whole(self.weight[self.num_heads]),
         }
 
     def spread(self) -> None:

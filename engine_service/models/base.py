@@ -8,14 +8,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from engine_service.attention.base import AttentionStep
+from engine_service.distributed import ALONE, Group
+from engine_service.kernels.vocab_share import VocabShare
 from engine_service.layers.rope import RopeParameters
+from engine_service.layers.slots import Slots
 from tidemill.runtime.errors import Unsupported
+
+EXPERTS = "experts"
+"""Their axis among `shared_axes`."""
 
 HFConfig = Mapping[str, Any]
 """A parsed config.json."""
@@ -63,6 +69,8 @@ class CausalModel(nn.Module, ABC):
     """A language model over a paged cache. Shapes: T query tokens, E hidden size, V vocabulary."""
 
     traits: ModelTraits
+    has_stages: ClassVar[bool] = False
+    """Whether `create` makes the layers of one stage where the group has no more."""
 
     @classmethod
     @abstractmethod
@@ -81,23 +89,46 @@ class CausalModel(nn.Module, ABC):
         *,
         device: torch.device,
         dtype: torch.dtype,
+        group: Group = ALONE,
     ) -> CausalModel:
-        """A model whose parameters lie on `device` in `dtype`, not yet filled."""
+        """A model whose parameters lie on `device` in `dtype`, not yet filled; of a group of ranks
+        each holds its share of the layers of the group's stage."""
+
+    @classmethod
+    def shared_axes(
+        cls, traits: ModelTraits, hf_config: HFConfig, *, whole_experts: bool = False
+    ) -> dict[str, int]:
+        """What ranks hold equal shares of: name to size. Key-value heads need not divide."""
+        return {
+            "attention heads": traits.num_heads,
+            "intermediate_size": traits.intermediate_size,
+        }
 
     @abstractmethod
     def embed(self, tokens: torch.Tensor, places_T: torch.Tensor) -> torch.Tensor:
-        """[T, E] embeddings of the ids that stand at `places` [T] int64 of a flat int64 table."""
+        """[T, E] embeddings of the ids that stand at `places` [T] int64 of a flat int64 table.
+        Of the first stage."""
 
     @abstractmethod
     def forward(
         self, hidden_TE: torch.Tensor, positions_T: torch.Tensor, step: AttentionStep
     ) -> torch.Tensor:
-        """Embeddings at [T] int64 positions to hidden states [T, E]; `hidden` is overwritten."""
+        """Embeddings at [T] int64 positions, or what the stage ahead made of them, to hidden states
+        [T, E] behind this stage's layers; `hidden` is overwritten. What follows is of the last."""
 
     @abstractmethod
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """[N, V] in the model's number format, of some of forward's hidden states. Encoders, whose
         `traits.methods` are empty, have none."""
+
+    @property
+    def vocab_share(self) -> VocabShare | None:
+        """Which ids this rank's share of the output head is of; None: all."""
+        return None
+
+    def own_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """[N, room] of `vocab_share`."""
+        return self.logits(hidden_NE)
 
     @abstractmethod
     def features(self, hidden_NE: torch.Tensor) -> torch.Tensor:
@@ -108,7 +139,7 @@ class CausalModel(nn.Module, ABC):
         raise NotImplementedError(f"{self.traits.architecture} has no classification head")
 
     def head_factors(self, hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(x [N, E], W [V, E]) whose product x W^T `logits` are; None where they are more."""
+        """(x [N, E], W [V, E]) whose product x W^T `own_logits` are; None where they are more."""
         return None
 
     @property
@@ -117,8 +148,9 @@ class CausalModel(nn.Module, ABC):
         return type(self).head_factors is not CausalModel.head_factors
 
     @abstractmethod
-    def weight_slots(self) -> dict[str, torch.Tensor]:
-        """Checkpoint tensor name to the parameter view that takes it; views never overlap."""
+    def weight_slots(self) -> Slots:
+        """Checkpoint tensor name to the parameter views that take it, or this rank's share of
+        it."""
 
     def after_load(self) -> None:
         """Called once when every slot is filled; repacks what the layers want otherwise."""

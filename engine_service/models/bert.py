@@ -18,10 +18,13 @@ from torch.nn import functional
 
 from engine_service.attention.base import AttentionStep
 from engine_service.core.step import FULL
+from engine_service.distributed import ALONE, Group
 from engine_service.layers.attention import PagedAttention
 from engine_service.layers.embedding import Embedding
+from engine_service.layers.feed_forward import AFTER_FEED_FORWARD
 from engine_service.layers.linear import Linear
 from engine_service.layers.norm import LayerNorm
+from engine_service.layers.slots import Share, Slot, Slots
 from engine_service.models.base import CausalModel, HFConfig, ModelTraits, register_model
 from engine_service.models.hf_config import (
     full_windows,
@@ -84,26 +87,31 @@ def _traits(
 
 
 class _Layer(nn.Module):
-    def __init__(self, layer: int, traits: ModelTraits, act: str, **where: Any) -> None:
+    def __init__(
+        self, layer: int, traits: ModelTraits, act: str, group: Group, **where: Any
+    ) -> None:
         super().__init__()
-        size, inner = traits.hidden_size, traits.intermediate_size
+        size = Share.all_of(traits.hidden_size)
+        inner = Share.even(traits.intermediate_size, group)
+        heads = Share.of_heads(traits.num_heads, traits.head_dim, group)
 
-        def linear(in_size: int, parts: dict[str, int]) -> Linear:
-            return Linear(in_size, parts, bias=True, scheme=Unquantized(), **where)
+        def linear(inputs: Share, *names: str, outputs: Share, site: int = 0) -> Linear:
+            parts, more = dict.fromkeys(names, (outputs,)), {"group": group, "site": site, **where}
+            return Linear(inputs, parts, bias=True, scheme=Unquantized(), **more)
 
-        norm = partial(LayerNorm, size, traits.norm_eps, **where)
-        self.qkv = linear(size, {"query": size, "key": size, "value": size})
-        self.output = linear(size, {"dense": size})
+        norm = partial(LayerNorm, traits.hidden_size, traits.norm_eps, **where)
+        self.qkv = linear(size, "query", "key", "value", outputs=heads)
+        self.output = linear(heads, "dense", outputs=size)
         self.output_norm = norm()
-        self.inner = linear(size, {"dense": inner})
-        self.outer = linear(inner, {"dense": size})
+        self.inner = linear(size, "dense", outputs=inner)
+        self.outer = linear(inner, "dense", outputs=size, site=AFTER_FEED_FORWARD)
         self.outer_norm = norm()
         self._act = _ACTIVATIONS[act]
         self._attend = PagedAttention(
             layer,
             window=None,
-            num_heads=traits.num_heads,
-            num_kv_heads=traits.num_heads,
+            num_heads=heads.size // traits.head_dim,
+            num_kv_heads=heads.size // traits.head_dim,
             head_dim=traits.head_dim,
         )
 
@@ -118,7 +126,7 @@ class _Layer(nn.Module):
         x_TE = self.output_norm(self.output.add(x_TE, mixed))
         return self.outer_norm(self.outer.add(x_TE, self._act(self.inner(x_TE))))
 
-    def slots(self, prefix: str) -> dict[str, torch.Tensor]:
+    def slots(self, prefix: str) -> Slots:
         return (
             self.qkv.slots(f"{prefix}.attention.self")
             | self.output.slots(f"{prefix}.attention.output")
@@ -155,8 +163,9 @@ class Bert(CausalModel):
         *,
         device: torch.device,
         dtype: torch.dtype,
+        group: Group = ALONE,
     ) -> CausalModel:
-        return cls(traits, hf_config, device=device, dtype=dtype)
+        return cls(traits, hf_config, device=device, dtype=dtype, group=group)
 
     def __init__(
         self,
@@ -165,6 +174,7 @@ class Bert(CausalModel):
         *,
         device: torch.device,
         dtype: torch.dtype,
+        group: Group,
     ) -> None:
         super().__init__()
         where: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -176,7 +186,7 @@ class Bert(CausalModel):
         self.segments = Embedding(segments, size, **where)
         self.norm = LayerNorm(size, traits.norm_eps, **where)
         act = hf_config.get("hidden_act") or "gelu"
-        self._layers = [_Layer(i, traits, act, **where) for i in range(traits.num_layers)]
+        self._layers = [_Layer(i, traits, act, group, **where) for i in range(traits.num_layers)]
         self.layers = nn.ModuleList(self._layers)
 
     def embed(self, tokens: torch.Tensor, places_T: torch.Tensor) -> torch.Tensor:
@@ -200,11 +210,13 @@ class Bert(CausalModel):
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError(f"{self.traits.architecture} has no output head")
 
-    def weight_slots(self) -> dict[str, torch.Tensor]:
+    def weight_slots(self) -> Slots:
         slots = {
-            "embeddings.word_embeddings.weight": self.words.weight[: self.traits.vocab_size],
-            "embeddings.position_embeddings.weight": self.positions.weight,
-            "embeddings.token_type_embeddings.weight": self.segments.weight,
+            "embeddings.word_embeddings.weight": Slot.whole(
+                self.words.weight[: self.traits.vocab_size]
+            ),
+            "embeddings.position_embeddings.weight": self.positions.slot(),
+            "embeddings.token_type_embeddings.weight": self.segments.slot(),
             **self.norm.slots("embeddings.LayerNorm"),
         }
         for index, layer in enumerate(self._layers):
@@ -245,19 +257,20 @@ class BertClassifier(Bert):
         *,
         device: torch.device,
         dtype: torch.dtype,
+        group: Group,
     ) -> None:
-        super().__init__(traits, hf_config, device=device, dtype=dtype)
-        size = traits.hidden_size
+        super().__init__(traits, hf_config, device=device, dtype=dtype, group=group)
+        size = Share.all_of(traits.hidden_size)
         linear = partial(Linear, size, bias=True, scheme=Unquantized(), device=device, dtype=dtype)
-        self.pooler = linear({"dense": size})
-        self.head = linear({self.head_name: traits.num_labels})
+        self.pooler = linear({"dense": (size,)})
+        self.head = linear({self.head_name: (Share.all_of(traits.num_labels),)})
         self._activate = _head_activation(hf_config, traits.num_labels)
 
     def label_probs(self, pooled_NE: torch.Tensor) -> torch.Tensor:
         labels = self.head(self.pooler(pooled_NE).tanh())
         return self._activate(labels.float())
 
-    def weight_slots(self) -> dict[str, torch.Tensor]:
+    def weight_slots(self) -> Slots:
         head = {name.removeprefix("head."): slot for name, slot in self.head.slots("head").items()}
         return super().weight_slots() | self.pooler.slots(self.pooler_prefix) | head
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from engine_service.attention.base import AttentionStep
+from engine_service.core.step import FULL
+from engine_service.distributed import ALONE, Group
+from engine_service.kernels.vocab_share import VocabShare
 from engine_service.layers.attention import PagedAttention
 from engine_service.layers.embedding import Embedding
 from engine_service.layers.experts import Experts, Mixture
@@ -21,7 +25,8 @@ from engine_service.layers.feed_forward import FeedForward
 from engine_service.layers.linear import Linear
 from engine_service.layers.norm import HeadNorm, RMSNorm
 from engine_service.layers.rope import RotaryTable
-from engine_service.models.base import CausalModel, HFConfig, ModelTraits
+from engine_service.layers.slots import Share, Slot, Slots
+from engine_service.models.base import EXPERTS, CausalModel, HFConfig, ModelTraits
 from engine_service.schemes.base import LinearScheme
 from engine_service.schemes.unquantized import Unquantized
 
@@ -65,11 +70,17 @@ class _Build:
     scheme: LinearScheme
     device: torch.device
     dtype: torch.dtype
+    group: Group
 
-    def linear(self, in_size: int, parts: dict[str, int], *, bias: bool) -> Linear:
-        return Linear(
-            in_size, parts, bias=bias, scheme=self.scheme, device=self.device, dtype=self.dtype
-        )
+    @property
+    def where(self) -> dict[str, Any]:
+        return {"device": self.device, "dtype": self.dtype, "group": self.group}
+
+    def linear(self, inputs: Share, parts: dict[str, tuple[Share, ...]], *, bias: bool) -> Linear:
+        return Linear(inputs, parts, bias=bias, scheme=self.scheme, **self.where)
+
+    def embedding(self) -> Embedding:
+        return Embedding(self.traits.vocab_size, self.traits.hidden_size, **self.where)
 
     def norm(self) -> RMSNorm:
         traits = self.traits
@@ -84,6 +95,7 @@ class _Build:
                 scheme=self.scheme,
                 device=self.device,
                 dtype=self.dtype,
+                group=self.group,
             )
         return FeedForward(
             traits.hidden_size,
@@ -92,6 +104,7 @@ class _Build:
             scheme=self.scheme,
             device=self.device,
             dtype=self.dtype,
+            group=self.group,
         )
 
 
@@ -99,35 +112,37 @@ class _Attention(nn.Module):
     def __init__(self, layer: int, build: _Build) -> None:
         super().__init__()
         traits, options, self.names = build.traits, build.options, build.options.names
-        heads = (traits.num_heads, traits.num_kv_heads)
-        width, kv_width = (count * traits.head_dim for count in heads)
-        sizes: tuple[int, ...] = (width, kv_width, kv_width)
-        sizes = sizes if len(self.names.qkv) == len(sizes) else (sum(sizes),)
+        queries, keys = (
+            Share.of_heads(count, traits.head_dim, build.group)
+            for count in (traits.num_heads, traits.num_kv_heads)
+        )
+        heads = (queries.size // traits.head_dim, keys.size // traits.head_dim)
+        hidden, three = Share.all_of(traits.hidden_size), (queries, keys, keys)
+        is_one = len(self.names.qkv) == 1
         self.qkv = build.linear(
-            traits.hidden_size,
-            dict(zip(self.names.qkv, sizes, strict=True)),
+            hidden,
+            {self.names.qkv[0]: three}
+            if is_one
+            else {name: (share,) for name, share in zip(self.names.qkv, three, strict=True)},
             bias=options.qkv_bias,
         )
         self.output = build.linear(
-            width, {self.names.output: traits.hidden_size}, bias=options.output_bias
+            queries, {self.names.output: (hidden,)}, bias=options.output_bias
         )
         self.norm = (
             HeadNorm(
-                *heads,
-                traits.head_dim,
-                traits.norm_eps,
-                device=build.device,
-                dtype=build.dtype,
+                *heads, traits.head_dim, traits.norm_eps, device=build.device, dtype=build.dtype
             )
             if options.qk_norm
             else None
         )
         self.attend = PagedAttention(
-            layer,
+            layer - build.group.stage.layers(traits.num_layers).start,
             window=traits.windows[layer],
-            num_heads=traits.num_heads,
-            num_kv_heads=traits.num_kv_heads,
+            num_heads=heads[0],
+            num_kv_heads=heads[1],
             head_dim=traits.head_dim,
+            group=build.group,
         )
 
     def forward(
@@ -140,7 +155,7 @@ class _Attention(nn.Module):
         qkv = self.qkv(residual_TE, norm=norm)
         return self.output.add(residual_TE, self.attend(qkv, rotary, self.norm, step))
 
-    def slots(self, prefix: str) -> dict[str, torch.Tensor]:
+    def slots(self, prefix: str) -> Slots:
         names = [f"{prefix}.{name}" for name in (self.names.query_norm, self.names.key_norm)]
         own = self.norm.slots(*names) if self.norm is not None else {}
         return own | self.qkv.slots(prefix) | self.output.slots(prefix)
@@ -154,10 +169,10 @@ class _Layer(nn.Module):
         self.inner_norm = build.norm()
         self.feed_forward = build.feed_forward(layer)
 
-    def slots(self, prefix: str, names: TensorNames) -> dict[str, torch.Tensor]:
-        norms: dict[str, torch.Tensor] = {
-            f"{prefix}.input_layernorm.weight": self.input_norm.weight,
-            f"{prefix}.post_attention_layernorm.weight": self.inner_norm.weight,
+    def slots(self, prefix: str, names: TensorNames) -> Slots:
+        norms = {
+            f"{prefix}.input_layernorm.weight": Slot.whole(self.input_norm.weight),
+            f"{prefix}.post_attention_layernorm.weight": Slot.whole(self.inner_norm.weight),
         }
         attention = self.attention.slots(f"{prefix}.{names.attention}")
         return norms | attention | self.feed_forward.slots(f"{prefix}.{names.feed_forward}")
@@ -165,6 +180,8 @@ class _Layer(nn.Module):
 
 class Decoder(CausalModel):
     """A stack of pre-norm layers between an embedding and an output head."""
+
+    has_stages = True
 
     @classmethod
     @abstractmethod
@@ -179,8 +196,26 @@ class Decoder(CausalModel):
         *,
         device: torch.device,
         dtype: torch.dtype,
+        group: Group = ALONE,
     ) -> CausalModel:
-        return cls(traits, cls.options(hf_config), device=device, dtype=dtype)
+        return cls(traits, cls.options(hf_config), device=device, dtype=dtype, group=group)
+
+    @classmethod
+    def shared_axes(
+        cls, traits: ModelTraits, hf_config: HFConfig, *, whole_experts: bool = False
+    ) -> dict[str, int]:
+        mixtures = cls.options(hf_config).mixtures
+        axes = super().shared_axes(traits, hf_config, whole_experts=whole_experts)
+        if traits.mask_block >= FULL:
+            # A sparse cache ranks keys by all queries of a key-value head.
+            axes["key-value heads"] = traits.num_kv_heads
+        if len(mixtures) == traits.num_layers:
+            del axes["intermediate_size"]
+        for mixture in mixtures.values():
+            own = {"moe_intermediate_size": mixture.inner_size}
+            axes |= {EXPERTS: mixture.router.num_experts} if whole_experts else own
+            axes |= {"width of shared experts": mixture.shared_size}
+        return axes
 
     def __init__(
         self,
@@ -189,23 +224,27 @@ class Decoder(CausalModel):
         *,
         device: torch.device,
         dtype: torch.dtype,
+        group: Group = ALONE,
     ) -> None:
         super().__init__()
-        build = _Build(
-            traits=traits, options=options, scheme=Unquantized(), device=device, dtype=dtype
-        )
-        sizes = (traits.vocab_size, traits.hidden_size)
+        stage, is_tied = group.stage, traits.tie_embeddings
+        self._own = stage.layers(traits.num_layers)
+        self._embeds, self._decides = stage.is_first or (stage.is_last and is_tied), stage.is_last
+
+        def build(is_here: bool) -> _Build:
+            # What another stage holds has a name and a shape here, and takes no memory.
+            own: dict[str, Any] = {"device": device if is_here else torch.device("meta")}
+            own |= {"dtype": dtype, "group": group, "scheme": Unquantized()}
+            return _Build(traits=traits, options=options, **own)
+
         self.traits = traits
         self._names = options.names
-        self.embedding = Embedding(*sizes, device=device, dtype=dtype)
-        self._layers = [_Layer(layer, build) for layer in range(traits.num_layers)]
+        self.embedding = build(self._embeds).embedding()
+        self._all = [_Layer(at, build(at in self._own)) for at in range(traits.num_layers)]
+        self._layers = self._all[self._own.start : self._own.stop]
         self.layers = nn.ModuleList(self._layers)
-        self.norm = build.norm()
-        self.head = (
-            self.embedding
-            if traits.tie_embeddings
-            else Embedding(*sizes, device=device, dtype=dtype)
-        )
+        self.norm = build(self._decides).norm()
+        self.head = self.embedding if is_tied else build(self._decides).embedding()
         assert traits.rope is not None, "a decoder without rotary positions"
         self.rotary = RotaryTable(traits.rope, device=device)
 
@@ -228,19 +267,27 @@ class Decoder(CausalModel):
     def features(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         return self.norm(hidden_NE)
 
+    @property
+    def vocab_share(self) -> VocabShare | None:
+        return self.head.share
+
+    def own_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        return self.head.own_logits(hidden_NE, self.norm)
+
     def head_factors(self, hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.norm(hidden_NE), self.head.weight
 
-    def weight_slots(self) -> dict[str, torch.Tensor]:
+    def weight_slots(self) -> Slots:
         names = self._names
-        slots: dict[str, torch.Tensor] = {
-            f"{names.embedding}.weight": self.embedding.weight,
-            f"{names.norm}.weight": self.norm.weight,
+        slots = {
+            f"{names.embedding}.weight": self.embedding.slot().held_if(self._embeds),
+            f"{names.norm}.weight": Slot.whole(self.norm.weight).held_if(self._decides),
         }
         if self.head is not self.embedding:
-            slots["lm_head.weight"] = self.head.weight
-        for index, layer in enumerate(self._layers):
-            slots |= layer.slots(f"{names.layers}.{index}", names)
+            slots["lm_head.weight"] = self.head.slot().held_if(self._decides)
+        for index, layer in enumerate(self._all):
+            parts = layer.slots(f"{names.layers}.{index}", names)
+            slots |= {name: slot.held_if(index in self._own) for name, slot in parts.items()}
         return slots
 
     def after_load(self) -> None:

@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from engine_service.core.step import FULL
+from engine_service.layers.slots import Slots
 from engine_service.models.base import HFConfig, ModelTraits, register_model
 from engine_service.models.decoder import Decoder, DecoderOptions
 from engine_service.models.hf_config import decoder_traits, full_windows, mask_token_id, positive
@@ -86,7 +85,7 @@ class LLaDA(Decoder):
     def options(cls, hf_config: HFConfig) -> DecoderOptions:
         return DecoderOptions()
 
-    def weight_slots(self) -> dict[str, torch.Tensor]:
+    def weight_slots(self) -> Slots:
         return {_own_name(name): slot for name, slot in super().weight_slots().items()}
 
     def ignores(self, name: str) -> bool:

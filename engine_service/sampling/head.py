@@ -1,6 +1,7 @@
 """The logits of decided positions, whole or piece by piece: whoever decides from them says which.
 
-It does not know models: an output head is whatever multiplies.
+Of a head that ranks share each can multiply its own ids alone. It does not know models: an output
+head is whatever multiplies.
 Shape legend: N decided positions, E hidden size, V vocabulary.
 """
 
@@ -11,19 +12,36 @@ from typing import Protocol
 
 import torch
 
+from engine_service.kernels.vocab_share import VocabShare
+
 
 class OutputHead(Protocol):
     """The end of a model."""
+
+    @property
+    def vocab_share(self) -> VocabShare | None:
+        """Which ids this rank has; None: all."""
+
+    def own_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """[N, room] of those ids."""
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """[N, V]."""
 
     def head_factors(self, hidden_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(x [N, E], W [V, E]) whose product x W^T the logits are; None: they are more than one."""
+        """(x [N, E], W [V, E]) whose product x W^T the rank's own logits are; None: they are more
+        than one."""
 
 
 class Logits(ABC):
     """Logits of N positions."""
+
+    share: VocabShare | None = None
+    """Which ids this rank can have by itself; None: there is only the whole."""
+
+    def own(self) -> torch.Tensor:
+        """[N, room]: of the share alone."""
+        return self.whole()
 
     @abstractmethod
     def whole(self) -> torch.Tensor:
@@ -31,8 +49,8 @@ class Logits(ABC):
 
     @abstractmethod
     def factors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(x [N, E], W [V, E]) with logits x W^T, for who needs no more than a piece of them at a
-        time; None: there is only the whole."""
+        """(x [N, E], W [V, E]) with own logits x W^T, for who needs no more than a piece of them
+        at a time; None: there is only the whole."""
 
 
 class KnownLogits(Logits):
@@ -55,6 +73,10 @@ class HeadLogits(Logits):
         self._head = head
         self._hidden_NE = hidden_NE
         self._logits_NV: torch.Tensor | None = None
+        self.share = head.vocab_share
+
+    def own(self) -> torch.Tensor:
+        return self._head.own_logits(self._hidden_NE)
 
     def whole(self) -> torch.Tensor:
         if self._logits_NV is None:

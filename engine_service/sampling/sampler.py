@@ -35,6 +35,10 @@ def choose(batch: DecideBatch, draws: torch.Tensor) -> torch.Tensor:
     autoregression). Order of what applies: banned ids, penalties, bias, minimum length,
     temperature, top-k, top-p, min-p. Of equal scores the lowest id wins.
     """
+    share = batch.logits.share
+    if share is not None and batch.wants.is_plain and runs_triton(batch.tables.temperature):
+        own, banned = batch.logits.own(), batch.tables.banned_ids
+        return draw_tokens_triton(own, _streams(batch, draws), banned, share)
     if runs_triton(batch.logits_NV):
         return choose_on_device(batch, draws)
     scores = adjust(allowed_logits(batch), batch)
@@ -82,12 +86,14 @@ def choose_with_confidence(batch: DecideBatch, draws: torch.Tensor) -> Confidenc
 def _choose_by_head(
     batch: DecideBatch, draws: torch.Tensor, x_NE: torch.Tensor, weight_VE: torch.Tensor
 ) -> Confidence:
-    banned, is_drawn = batch.tables.banned_ids, batch.wants.sampling
+    banned, is_drawn, share = batch.tables.banned_ids, batch.wants.sampling, batch.logits.share
     if runs_triton(x_NE):
         streams = _streams(batch, draws) if is_drawn else None
-        return head_confidence_triton(x_NE, weight_VE, streams, banned)
+        return head_confidence_triton(x_NE, weight_VE, streams, banned, share)
     rescore = _rescorer(batch, draws) if is_drawn else None
-    return confidence_of_pieces(head_pieces(x_NE, weight_VE, PIECE), banned, rescore)
+    # Kernels alone exchange what ranks know of their ids; here each looks at all of them.
+    whole = None if share is None else batch.logits_NV.split(PIECE, dim=1)
+    return confidence_of_pieces(whole or head_pieces(x_NE, weight_VE, PIECE), banned, rescore)
 
 
 def token_logprobs(batch: DecideBatch, token_ids: torch.Tensor) -> Scores | None:

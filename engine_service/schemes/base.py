@@ -35,8 +35,9 @@ class LinearScheme(ABC):
         *,
         norm: tuple[torch.Tensor, float] | None = None,
         gated: bool = False,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, I] to [T, O].
+        """[T, I] to [T, O], in `out` where that is given (without norm and gate).
 
         `norm` (weight, eps): x is RMS-normalised first. `gated`: the first half of the outputs is
         a gate, silu(gate) * rest, [T, O / 2].

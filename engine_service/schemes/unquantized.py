@@ -42,10 +42,14 @@ class Unquantized(LinearScheme):
         *,
         norm: tuple[torch.Tensor, float] | None = None,
         gated: bool = False,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         weight, bias = weights["weight"], weights.get("bias")
         if prefers_small(x_TI, weight):
-            return small_linear(x_TI, weight, bias, norm=norm, gated=gated)
+            return small_linear(x_TI, weight, bias, norm=norm, gated=gated, out=out)
+        if out is not None:
+            y = torch.mm(x_TI, weight.t(), out=out)
+            return y if bias is None else y.add_(bias)
         x = x_TI if norm is None else rms_norm(x_TI, *norm)
         y = functional.linear(x, weight, bias)
         return silu_mul(y) if gated else y

@@ -15,6 +15,7 @@ from google.protobuf.struct_pb2 import Struct, Value
 
 from engine_service.core import messages as core
 from engine_service.core.params import ConstraintSpec, DecodingChoice, ReasoningSpec, SamplingParams
+from engine_service.server.convert_transfer import to_kv_source
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, Unsupported
 from tidemill.v1 import engine_pb2 as pb
 
@@ -35,7 +36,7 @@ SCALARS = (
 )
 _UNSERVED = (
     ("adapter", "adapters"),
-    ("kv_transfer", "KV transfer between engines"),
+    ("kv_transfer", "other connectors than that of kv_source"),
     ("media", "media inputs"),
 )
 
@@ -87,6 +88,7 @@ def to_submit(
         emit_canvas=spec.emit_canvas,
         pinned=tuple((one.position, one.token_id) for one in spec.pinned),
         constraint=_constraint(spec),
+        kv_source=to_kv_source(spec),
     )
 
 

@@ -13,9 +13,11 @@ from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
 from engine_service.core import messages as core
+from engine_service.core.facts import EngineFacts
 from engine_service.core.step import Canvas, TokenLogprobs
 from engine_service.server.convert import PROTOCOL, SCALARS
 from engine_service.server.convert_pool import pooling_message
+from engine_service.server.convert_transfer import ROLES
 from engine_service.server.outlet import (
     Draining,
     Failure,
@@ -36,7 +38,7 @@ _STEP_BYTES = 4 << 20
 # ---------------------------------------------------------------- session frames
 
 
-def hello_ack(facts: core.EngineFacts, instance_id: str, sha256: str, max_bytes: int) -> Message:
+def hello_ack(facts: EngineFacts, instance_id: str, sha256: str, max_bytes: int) -> Message:
     return pb.SessionResponse(
         hello_ack=pb.HelloAck(
             protocol_major=PROTOCOL[0],
@@ -51,7 +53,7 @@ def hello_ack(facts: core.EngineFacts, instance_id: str, sha256: str, max_bytes:
     )
 
 
-def limits(facts: core.EngineFacts, max_bytes: int) -> pb.EngineLimits:
+def limits(facts: EngineFacts, max_bytes: int) -> pb.EngineLimits:
     return pb.EngineLimits(
         max_model_len=facts.max_model_len,
         max_rows=facts.max_rows,
@@ -104,6 +106,7 @@ def notice_frame(notice: Notice) -> pb.SessionResponse:
                 state=int(notice.state),  # type: ignore[arg-type]
                 memory_used_bytes=notice.memory_used,
                 memory_total_bytes=notice.memory_total,
+                submits=notice.submits,
             )
             return pb.SessionResponse(load_report=report)
         case Draining():
@@ -223,7 +226,7 @@ def chunk(index: int, content: bytes) -> pb.GetTokenizerResponse:
 
 
 def engine_info(
-    facts: core.EngineFacts, *, instance_id: str, version: str, sha256: str, max_bytes: int
+    facts: EngineFacts, *, instance_id: str, version: str, sha256: str, max_bytes: int
 ) -> pb.GetEngineInfoResponse:
     """`started_unix_ns` is left to the caller, who knows it."""
     sampling = facts.default_sampling
@@ -252,9 +255,12 @@ def engine_info(
         ),
         dtype=facts.dtype,
         device=facts.device,
-        tensor_parallel_size=1,
+        tensor_parallel_size=facts.tensor_parallel_size,
+        pipeline_parallel_size=facts.pipeline_parallel_size,
+        expert_parallel=facts.expert_parallel,
         features=FEATURES,
         default_sampling=pb.SamplingParams(**defaults),
         eos_token_ids=facts.eos_token_ids,
         pooling=None if facts.pooling is None else pooling_message(facts.pooling),
+        role=ROLES[facts.role],
     )

@@ -23,10 +23,9 @@ from engine_service.core.messages import (
     Finish,
     FinishReason,
     Progress,
+    RankTrace,
     Ready,
     Reject,
-    SetTracing,
-    Shutdown,
     StepOutput,
     StepTrace,
     Submit,
@@ -81,7 +80,7 @@ class CoreListener(Protocol):
 
     def ready(self, ready: Ready) -> None: ...
 
-    def stepped(self, trace: StepTrace) -> None: ...
+    def stepped(self, trace: StepTrace | RankTrace) -> None: ...
     def kv_changed(self, told: KvEvents) -> None: ...
 
     def lost(self, error: EngineDead) -> None: ...
@@ -98,6 +97,8 @@ class CoreClient(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._commands: list[Command] = []
         self.asks = Asks(self._send)
+        self.holds: Callable[[Command], bool] = lambda command: False
+        """Asked of every command: whether somebody else sends it on later."""
         self._keys = itertools.count(1)
         self._routes: dict[int, Route] = {}
         self._live_ids: dict[str, set[int]] = {}
@@ -158,8 +159,8 @@ class CoreClient(asyncio.Protocol):
         self._last_words = self._last_words or why
         self.close()
 
-    def command(self, command: SetTracing | Shutdown) -> None:
-        """Tells the core what is about no sequence."""
+    def command(self, command: Command) -> None:
+        """Tells the core what is about no sequence, or about one that has its key."""
         self._send(command)
 
     def close(self) -> None:
@@ -174,6 +175,10 @@ class CoreClient(asyncio.Protocol):
     def silence_ms(self) -> int:
         """Since the core's last word; it speaks every second, but not while it loads."""
         return (time.monotonic_ns() - self._heard_ns) // 1_000_000 if self._beats else 0
+
+    def excuse(self, seconds: float) -> None:
+        """This process slept so long: the core was not silent, nobody listened."""
+        self._heard_ns = min(time.monotonic_ns(), self._heard_ns + int(seconds * 1e9))
 
     async def idle(self) -> None:
         """Waits until every sequence has ended."""
@@ -201,7 +206,7 @@ class CoreClient(asyncio.Protocol):
                     self._listener.progressed(event)
                 case Tally():
                     self.tally = event
-                case StepTrace():
+                case StepTrace() | RankTrace():
                     self._listener.stepped(event)
                 case Ready():
                     self._beats = True
@@ -231,6 +236,8 @@ class CoreClient(asyncio.Protocol):
         """Commands of one turn of the event loop share a frame. Raises EngineDead."""
         if self.lost is not None and isinstance(command, Ask):
             raise self.lost
+        if self.holds(command):
+            return
         if not self._commands:
             asyncio.get_running_loop().call_soon(self._flush)
         self._commands.append(command)
@@ -247,7 +254,7 @@ class CoreClient(asyncio.Protocol):
         groups = self._split[1]
         if len(groups) == 1 and len(groups[0][1]) == len(output.keys):
             sink, handles, _ = groups[0]
-            sink.step(StepRows(output.seq, handles, *output[2:8]))
+            sink.step(StepRows(output.seq, handles, *output[2:8], output.opened))
         else:
             offsets = list(itertools.accumulate(output.counts, initial=0))
             for sink, handles, rows in groups:

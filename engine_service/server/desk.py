@@ -10,26 +10,31 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from engine_service.config import EngineConfig
 from engine_service.core.control import SnapshotPages
+from engine_service.core.facts import EngineFacts
 from engine_service.core.journal import KvEvents
-from engine_service.core.messages import EngineFacts, Progress, Ready, StepTrace, Submit
+from engine_service.core.messages import Load, Progress, RankTrace, Ready, StepTrace, Submit
 from engine_service.server.core_client import CoreClient, Sink
 from engine_service.server.health import memory_in_use
 from engine_service.server.kv_feed import KvFeed
 from engine_service.server.metrics import Reading
 from engine_service.server.observer import Observer
 from engine_service.server.outlet import Draining, LoadReport
+from engine_service.server.request_trace import method_of
 from engine_service.server.state import SERVING, EngineState, StateBoard
 from engine_service.server.tokenizer_files import TokenizerFiles, read_tokenizer
+from engine_service.server.transfer_in import Fetches, check_role
 from tidemill.runtime.errors import EngineDead, ServiceError, Unavailable
 from tidemill.telemetry.tracer import Tracer
 
 _TICK_S = 0.25  # WatchState pushes derived changes at most four times a second
-_TICKS_PER_REPORT = 8  # the session's heartbeat: every two seconds, and sooner when there is news
+_TICKS_PER_REPORT = 2  # the session's heartbeat: twice a second, and sooner when there is news
+_STALL_S = 1.0  # a tick that comes so late says that this process slept, with its core or without
 _ROUTED_BY = 5  # fields of Load that say how full the engine is; the others always grow
 _LOG = logging.getLogger("tidemill.engine")
 
@@ -67,8 +72,13 @@ class Desk:
         self.last_error: str | None = None
         self.tokenizer: TokenizerFiles | ServiceError | None = None
         self.sessions: dict[str, OpenSession] = {}
+        self.sending: set[asyncio.Task[None]] = set()
+        """Transfers to other engines: they go on when their prompt's sequence has ended."""
         self._session_numbers = itertools.count(1)
         self.observer = Observer(config, tracer, read=self.reading, trace_steps=self.core.command)
+        counts = self.observer.metrics.transfers
+        self.fetches = Fetches(config, self.core.asks, self.core.command, counts)
+        self.core.holds = self.fetches.holds
         self._is_closed = False
         self._started = time.monotonic()
         self._opening: asyncio.Task[None] | None = None
@@ -85,6 +95,14 @@ class Desk:
             )
         return self.facts
 
+    def open_tokenizer(self) -> TokenizerFiles:
+        """Its files; raises Unavailable like `open_facts`, and what there is instead of files."""
+        self.open_facts()
+        assert self.tokenizer is not None, "the tokenizer is read before the engine is ready"
+        if isinstance(self.tokenizer, ServiceError):
+            raise self.tokenizer
+        return self.tokenizer
+
     def check_open(self) -> EngineFacts:
         """Like `open_facts`, and raises Unavailable when no new work is taken."""
         facts = self.open_facts()
@@ -96,25 +114,36 @@ class Desk:
             )
         return facts
 
+    @contextmanager
+    def admitting(self, method: str, trace: tuple[str, str]) -> Iterator[None]:
+        """Around what may refuse a request before it is a sequence: that is counted and traced."""
+        try:
+            yield
+        except ServiceError as error:
+            self.observer.refused(error, self.facts, method, trace)
+            raise
+
     def submit(self, submit: Submit, sink: Sink, handle: int, trace: tuple[str, str]) -> int:
         """Starts a sequence; `trace` is the caller's (traceparent, tracestate)."""
-        try:
+        with self.admitting(method_of(submit), trace):
             facts = self.check_open()
-        except ServiceError as error:
-            self.observer.refused(error, self.facts)
-            raise
+            check_role(facts.role, submit)
         submit, ended, began = self.observer.begin(submit, trace, facts)
         key = self.core.submit(submit, sink, handle, ended=ended)
         began(key)
         return key
 
     def reading(self) -> Reading:
-        """How the engine stands; called from other threads too."""
+        """How the engine stands; called from other threads too, which see that the core was not
+        heard when the event loop is too busy to say so."""
+        snapshot, silence_ms = self.board.snapshot, self.core.silence_ms
+        if silence_ms / 1000 > self.config.heartbeat_timeout_s and not snapshot.stalled:
+            snapshot = snapshot._replace(stalled=True, detail=self._silence_text())
         return Reading(
-            snapshot=self.board.snapshot,
+            snapshot=snapshot,
             tally=self.core.tally,
             facts=self.facts,
-            silence_ms=self.core.silence_ms,
+            silence_ms=silence_ms,
             sessions=len(self.sessions),
             uptime_s=time.monotonic() - self._started,
         )
@@ -135,14 +164,18 @@ class Desk:
         """
         told: tuple[object, ...] = ()
         for turn in itertools.count(1):
+            began = time.monotonic()
             await asyncio.sleep(_TICK_S)
+            slept_s = time.monotonic() - began - _TICK_S
+            if slept_s > _STALL_S:
+                self.core.excuse(slept_s)
             silence_s = self.core.silence_ms / 1000
             stalled = silence_s > self.config.heartbeat_timeout_s
             detail = self._silence_text() if stalled else self._finished_text()
-            self.board.observe(self.core.load, detail, stalled=stalled)
+            self.board.observe(self.load, detail, stalled=stalled)
             if stalled and 0 < self.config.hang_timeout_s < silence_s:
                 self.core.give_up(f"it has said nothing for {silence_s:.0f} s (--hang-timeout-s)")
-            news = (*self.core.load[:_ROUTED_BY], stalled)
+            news = (*self.load[:_ROUTED_BY], stalled)
             if turn % _TICKS_PER_REPORT == 0 or news != told:
                 told, report = news, self.report
                 for session in self.sessions.values():
@@ -153,7 +186,7 @@ class Desk:
         """How the engine is loaded, and how it is."""
         reading = self.reading()
         return LoadReport(
-            load=self.core.load,
+            load=self.load,
             engine_silence_ms=reading.silence_ms,
             stalled=reading.snapshot.stalled,
             state=reading.snapshot.state,
@@ -165,6 +198,14 @@ class Desk:
         """The process drains and ends as after SIGTERM."""
         self.drain_timeout_s = drain_timeout_s
         self.stop.set()
+
+    @property
+    def load(self) -> Load:
+        """The core's, with what it has not spoken of yet and what is held back from it: both are
+        live here already."""
+        load = self.core.load
+        known = load.waiting + self.fetches.num_held
+        return load._replace(waiting=max(known, self.core.num_live - load.running))
 
     async def refuses(self) -> None:
         """Waits until no new work is taken."""
@@ -183,6 +224,18 @@ class Desk:
         """No new work from here on."""
         self._is_closed = True
         self._refuses.set()
+
+    async def finished(self) -> None:
+        """Waits until no request runs and no transfer."""
+        while self.sending:
+            await asyncio.wait(self.sending)
+        await self.core.idle()
+
+    def cut_short(self, why: str) -> None:
+        """Ends what still runs, behind its partial output; it may be sent to another engine."""
+        self.num_cut_short = self.core.num_live
+        text = f"the engine is shutting down and {why}; send the request to another engine"
+        self.core.fail_all(Unavailable(text, reason="DRAIN_TIMEOUT", retry_after_ms=1000))
 
     def close_sessions(self, error: ServiceError | None = None) -> None:
         for session in list(self.sessions.values()):
@@ -204,7 +257,7 @@ class Desk:
             of = f" {progress.done}/{progress.total}" if progress.total else ""
             self.board.move(EngineState.LOADING, progress.stage + of)
 
-    def stepped(self, trace: StepTrace) -> None:
+    def stepped(self, trace: StepTrace | RankTrace) -> None:
         self.observer.stepped(trace)
 
     def ready(self, ready: Ready) -> None:
@@ -218,7 +271,7 @@ class Desk:
         except ServiceError as error:
             self.tokenizer = error
             _LOG.warning("%s", error)
-        self.facts = facts
+        self.facts, self.fetches.layout = facts, facts.kv_layout
         if self.board.state is EngineState.LOADING:
             self.board.move(EngineState.READY, self._finished_text())
 

@@ -14,6 +14,7 @@ from engine_service.server.convert import to_choices
 from engine_service.server.convert_out import responses
 from engine_service.server.desk import Desk
 from engine_service.server.outlet import Failure, Outlet, StepRows
+from engine_service.server.request_trace import SPAN
 from tidemill.runtime.errors import ServiceError
 
 CLOCK_SLACK_NS = 5_000_000  # a client's own deadline timer may fire this much before ours
@@ -31,9 +32,10 @@ class Generation:
 
     async def run(self, request: Any) -> None:
         """Raises the ServiceError that is the call's status."""
-        self._desk.check_open()
-        submits = to_choices(request, self._stream.time_remaining())
         trace = (request.spec.traceparent, request.spec.tracestate)
+        with self._desk.admitting(SPAN, trace):
+            self._desk.check_open()
+            submits = to_choices(request, self._stream.time_remaining())
         await self.serve(submits, trace, responses)
 
     async def serve(

@@ -16,9 +16,11 @@ FULL_MEMORY = 0.95
 _DEAD = (EngineState.ERROR, EngineState.SHUTDOWN)
 
 
-def is_alive(reading: Reading) -> bool:
-    """False once nothing but a restart can help."""
-    return reading.snapshot.state not in _DEAD
+def is_alive(reading: Reading, hang_timeout_s: float) -> bool:
+    """False once nothing but a restart can help: also when nobody is left who could say so,
+    because the event loop hangs. `hang_timeout_s` 0: silence is no reason."""
+    hangs = 0 < hang_timeout_s < reading.silence_ms / 1000
+    return reading.snapshot.state not in _DEAD and not hangs
 
 
 def memory_in_use(reading: Reading) -> int:

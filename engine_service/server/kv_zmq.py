@@ -116,6 +116,8 @@ class KvPublisher:
         (self._pub.bind if is_place else self._pub.connect)(endpoint)
         if replay is not None:
             self._router = self._replies.socket(zmq.ROUTER)
+            # A ROUTER drops what is above, the end's mark too: there is room for all that is kept.
+            self._router.set_hwm(REPLAY_BATCHES + 1)
             self._router.bind(replay)
             self._task = asyncio.create_task(self._replay(self._router), name="kv-replay")
 

@@ -20,20 +20,21 @@ from engine_service.server.rank_process import RANK_MODULE, RankProcess
 from engine_service.server.servicer import EngineServicer
 from engine_service.server.servicer_info import InfoServicer
 from engine_service.server.servicer_kv import KvEventServicer
+from engine_service.server.servicer_transfer import TransferServicer
 from engine_service.server.sideline import Sideline
 from engine_service.server.state import SERVING, EngineState, Snapshot
 from engine_service.server.status_pages import status_pages
-from engine_service.server.vllm_engine.servicer import add_vllm_engine
-from tidemill.runtime.errors import Unavailable
+from engine_service.server.vllm_engine.servicer import VLLM_ENGINE, add_vllm_engine
 from tidemill.runtime.health import Health
 from tidemill.runtime.parsing import MalformedRequests
 from tidemill.runtime.rpc import bind, server_options
 from tidemill.security.health_port import HealthPort
 from tidemill.security.server_tls import port_credentials, server_tls
+from tidemill.telemetry.event_loop import EventLoopTasks
 from tidemill.telemetry.tracer import Tracer
 from tidemill.v1 import engine_pb2_grpc
 
-_SERVICES = ("EngineService", "EngineInfoService", "KvEventService")
+_SERVICES = ("EngineService", "EngineInfoService", "KvEventService", "KvTransferService")
 _NAMES = tuple(f"tidemill.v1.{name}" for name in _SERVICES)
 _CLOSING_S = 1.0  # for streams to send what they still hold; core death must exit within 2 s
 _LOG = logging.getLogger("tidemill.engine")
@@ -49,7 +50,8 @@ class EngineServer:
             "tidemill-engine", config.otlp_endpoint, sample_ratio=config.trace_sample_ratio
         )
         self.desk = Desk(config, tracer=self._tracer, post_mortem=rank.post_mortem)
-        self._health = Health(("", "liveness", "readiness", *_NAMES))
+        self._names = (*_NAMES, VLLM_ENGINE) if config.vllm_facade else _NAMES
+        self._health = Health(("", "liveness", "readiness", *self._names))
         self._server = grpc.aio.server(
             interceptors=(MalformedRequests(),), options=server_options(config.max_message_bytes)
         )
@@ -92,6 +94,8 @@ class EngineServer:
         config = self._config
         if config.metrics_port is None:
             return
+        tasks = EventLoopTasks(asyncio.get_running_loop())
+        self.desk.observer.metrics.registry.register(tasks)
         pages = status_pages(self.desk, config.metrics_alias)
         self._metrics = MetricsPort(config.host, config.metrics_port, pages)
         self.metrics_port = self._metrics.port
@@ -101,9 +105,11 @@ class EngineServer:
         engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(desk), server)
         engine_pb2_grpc.add_EngineInfoServiceServicer_to_server(InfoServicer(desk), server)
         engine_pb2_grpc.add_KvEventServiceServicer_to_server(KvEventServicer(desk), server)
+        engine_pb2_grpc.add_KvTransferServiceServicer_to_server(TransferServicer(desk), server)
         if config.vllm_facade:
-            _LOG.info("serving %s for gateways", add_vllm_engine(desk, server))
-        await self._health.register(server, reflection=_NAMES if config.reflection else ())
+            add_vllm_engine(desk, server)
+            _LOG.info("serving %s for gateways", VLLM_ENGINE)
+        await self._health.register(server, reflection=self._names if config.reflection else ())
         self._open_metrics()
         credentials = port_credentials(self._tls)
         self.port = bind(
@@ -121,6 +127,14 @@ class EngineServer:
             asyncio.create_task(self._follow(on_state)),
             asyncio.create_task(desk.tick()),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._check_ended)
+
+    def _check_ended(self, task: asyncio.Task[None]) -> None:
+        """Without its ticker, or who tells its health, an engine would look well for ever."""
+        if not task.cancelled() and (bug := task.exception()) is not None:
+            _LOG.error("the engine server failed", exc_info=bug)
+            self.desk.core.give_up(f"its server failed: {type(bug).__name__}: {bug}")
 
     async def _follow(self, on_state: Callable[[Snapshot], None] | None) -> None:
         """Health follows the state: alive until the core is dead, ready only while serving."""
@@ -128,7 +142,7 @@ class EngineServer:
         async for snapshot in self.desk.board.watch():
             alive = snapshot.state not in (EngineState.ERROR, EngineState.SHUTDOWN)
             self._health.tell("liveness", alive)
-            for name in ("", "readiness", *_NAMES):
+            for name in ("", "readiness", *self._names):
                 self._health.tell(name, snapshot.is_ready)
             if on_state is not None and snapshot[1:3] != last:
                 on_state(snapshot)
@@ -177,20 +191,13 @@ class EngineServer:
             await asyncio.sleep(self._config.drain_pause_s)
         desk.refuse()
         try:
-            await asyncio.wait_for(desk.core.idle(), desk.drain_timeout_s)
+            await asyncio.wait_for(desk.finished(), desk.drain_timeout_s)
         except TimeoutError:
-            desk.num_cut_short = desk.core.num_live
-            desk.core.fail_all(
-                Unavailable(
-                    f"the engine is shutting down and {desk.drain_timeout_s:g} s of "
-                    "draining are over; send the request to another engine",
-                    reason="DRAIN_TIMEOUT",
-                    retry_after_ms=1000,
-                )
-            )
+            desk.cut_short(f"{desk.drain_timeout_s:g} s of draining are over")
 
     async def stop(self) -> None:
-        """Ends the streams, then the core, then the spans' exporter."""
+        """Ends what still runs with UNAVAILABLE, then the streams, the core, and the spans'
+        exporter."""
         desk = self.desk
         desk.refuse()
         if desk.board.state in SERVING:
@@ -199,10 +206,13 @@ class EngineServer:
             desk.board.move(EngineState.ERROR, "stopped before it was ready")
         if desk.board.state is EngineState.DRAINING:
             desk.board.move(EngineState.SHUTDOWN, "stopped")
+        if desk.core.num_live:
+            desk.cut_short("does not wait for running requests")
         desk.close_sessions(desk.core.lost)
         await asyncio.gather(self._server.stop(_CLOSING_S), self.sideline.stop(_CLOSING_S))
         if self._probes is not None:
             await self._probes.close()
+        await desk.fetches.close()
         desk.core.command(Shutdown())
         await asyncio.sleep(0)
         await asyncio.to_thread(self._rank.stop, _CLOSING_S)
@@ -216,7 +226,9 @@ class EngineServer:
 
     async def _stop_after_death(self) -> None:
         assert self.desk.core.lost is not None
-        _LOG.error("%s; this process ends, restart it", self.desk.core.lost)
+        # A start that failed would fail again: its reason says what to change.
+        advice = "" if self.desk.facts is None else ", restart it"
+        _LOG.error("%s; this process ends%s", self.desk.core.lost, advice)
         await self.stop()
 
 

@@ -6,6 +6,7 @@ HTTP. Names mirror those that dashboards of other servers use, under the prefix 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import NamedTuple
@@ -17,16 +18,11 @@ from prometheus_client.core import (
     HistogramMetricFamily,
 )
 
-from engine_service.core.messages import (
-    STEP_BOUNDS,
-    EngineFacts,
-    Finish,
-    FinishReason,
-    Load,
-    Submit,
-    Tally,
-)
+from engine_service.core.facts import EngineFacts
+from engine_service.core.messages import STEP_BOUNDS, Finish, FinishReason, Load, Submit, Tally
+from engine_service.server.request_trace import method_of, status_of
 from engine_service.server.state import EngineState, Snapshot
+from engine_service.server.transfer_counts import TransferCounts
 from tidemill import __version__
 from tidemill.runtime.errors import EngineDead, InternalError, ServiceError
 from tidemill.telemetry import semconv
@@ -57,6 +53,7 @@ class EngineMetrics:
         self.registry = families.registry
         self.registry.register(self)
         self._server = ServerHistograms(families)
+        self.transfers = TransferCounts(families)
         counter, seconds = families.counter, families.histogram
         self._success = counter("request_success", "Sequences that finished.", "finished_reason")
         self._failure = counter("request_failure", "Sequences that failed.", "error_type")
@@ -94,6 +91,9 @@ class EngineMetrics:
         context: TraceContext | None,
     ) -> None:
         """Counts a sequence that the core has ended."""
+        whole_s = (time.monotonic_ns() - submit.arrival_ns) / 1e9
+        rpc = self._server.rpc.labels(method_of(submit), status_of(outcome))
+        rpc.observe(whole_s, exemplar(context))
         if isinstance(outcome, ServiceError):
             if isinstance(outcome, EngineDead | InternalError):
                 self._failure.labels(model, outcome.reason.lower()).inc()

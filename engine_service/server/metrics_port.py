@@ -7,9 +7,10 @@ certificates. It does not know what the numbers mean.
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterable
-from socketserver import ThreadingMixIn
+from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -25,6 +26,16 @@ _IDLE_S = 10.0
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
+    def server_bind(self) -> None:
+        """Without the library's look-up of the host's name, which may wait for DNS."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.socket.getsockname()[:2]
+        self.setup_environ()
+
+
+class _ServerV6(_Server):
+    address_family = socket.AF_INET6
+
 
 class _Handler(WSGIRequestHandler):
     timeout = _IDLE_S
@@ -39,8 +50,9 @@ class MetricsPort:
     def __init__(self, host: str, port: int, pages: dict[str, Page]) -> None:
         """Raises FailedPrecondition when the port is taken."""
         self._pages = pages
+        kind = _ServerV6 if ":" in host else _Server
         try:
-            self._server = make_server(host, port, self._answer, _Server, _Handler)
+            self._server = make_server(host, port, self._answer, kind, _Handler)
         except OSError as failure:
             raise FailedPrecondition(
                 f"cannot listen on {host}:{port}: {failure.strerror}; stop the other process or "

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
 from engine_service.config import EngineConfig
-from engine_service.core.messages import EngineFacts, Finish, SetTracing, StepTrace, Submit
+from engine_service.core.facts import EngineFacts
+from engine_service.core.messages import Finish, RankTrace, SetTracing, StepTrace, Submit
 from engine_service.server.core_client import Ended
 from engine_service.server.metrics import EngineMetrics, Reading
-from engine_service.server.request_trace import POOL_SPAN, SPAN, trace_request
+from engine_service.server.request_trace import method_of, trace_refusal, trace_request
 from tidemill.runtime.errors import InvalidRequest, ServiceError
 from tidemill.telemetry.context import TraceContext, parse
-from tidemill.telemetry.tracer import Tracer
+from tidemill.telemetry.tracer import Span, Tracer
 
 STEPS_LEVEL = 2
-MAX_LEVEL = 3
+RANKS_LEVEL = MAX_LEVEL = 3
+_AWAITED = 64
+"""Steps of which other ranks may still tell; they are a step or two behind."""
 
 
 class _Watched:
@@ -47,11 +51,12 @@ class Observer:
         self._every = config.trace_step_every
         self._trace_steps = trace_steps
         self._live: dict[int, TraceContext] = {}
+        self._steps: OrderedDict[int, Span] = OrderedDict()
         self._level = _checked(config.trace_level)
 
     @property
     def trace_level(self) -> int:
-        """0: no spans; 1: requests; 2: and steps; 3: and blocks."""
+        """0: no spans; 1: requests; 2: and steps; 3: and blocks and all ranks."""
         return self._level
 
     def set_trace_level(self, level: int) -> None:
@@ -62,13 +67,16 @@ class Observer:
     def tell_core(self) -> None:
         """What the core is to take down of its steps; call it when the core is ready."""
         is_on = self._tracer.exports and self._level > 0
-        self._trace_steps(
-            SetTracing(is_on and self._level >= STEPS_LEVEL, self._every if is_on else 0)
-        )
+        steps, ranks = (is_on and self._level >= level for level in (STEPS_LEVEL, RANKS_LEVEL))
+        self._trace_steps(SetTracing(steps, self._every if is_on else 0, ranks))
 
-    def refused(self, error: ServiceError, facts: EngineFacts | None) -> None:
-        """A sequence was refused before it reached the core."""
+    def refused(
+        self, error: ServiceError, facts: EngineFacts | None, method: str, parent: tuple[str, str]
+    ) -> None:
+        """A request of `method` was refused before it was a sequence of the core's."""
         self.metrics.rejected("" if facts is None else facts.model_id, error)
+        if self._level > 0 and self._tracer.exports:
+            trace_refusal(self._tracer.start(method, parse(*parent)), method, error)
 
     def begin(
         self, submit: Submit, parent: tuple[str, str], facts: EngineFacts
@@ -82,8 +90,7 @@ class Observer:
         traces: Ended | None = None
         watched = _Watched(submit, above)
         if self._level > 0 and self._tracer.exports:
-            name = SPAN if submit.pool is None else POOL_SPAN
-            span = self._tracer.start(name, above, start_ns=submit.arrival_ns)
+            span = self._tracer.start(method_of(submit), above, start_ns=submit.arrival_ns)
             if span.recording:
                 watched.context = span.context
                 watched.submit = submit = replace(submit, traced=True)
@@ -102,12 +109,18 @@ class Observer:
 
         return submit, ended, began
 
-    def stepped(self, step: StepTrace) -> None:
-        """The span of a step, linked with those it worked for, and rank 0's part of it."""
+    def stepped(self, step: StepTrace | RankTrace) -> None:
+        """The span of a step, linked with those it worked for, and each rank's part of it."""
+        if isinstance(step, RankTrace):
+            if above := self._steps.get(step.seq):
+                _forward(above, step.rank, step.launched_ns, step.done_ns)
+            return
         members = [self._live[key] for key in step.keys if key in self._live]
         span = self._tracer.start_linked("engine.step", members, start_ns=step.planned_ns)
-        forward = span.child("tp.forward", start_ns=step.launched_ns)
-        forward.end(attributes={"tidemill.rank": 0}, end_ns=step.collected_ns)
+        _forward(span, 0, step.launched_ns, step.collected_ns)
+        self._steps[step.seq] = span
+        if len(self._steps) > _AWAITED:
+            self._steps.popitem(last=False)
         span.end(
             attributes={
                 "tidemill.step": step.seq,
@@ -118,6 +131,11 @@ class Observer:
             },
             end_ns=step.collected_ns,
         )
+
+
+def _forward(step: Span, rank: int, start_ns: int, end_ns: int) -> None:
+    span = step.child("tp.forward", start_ns=start_ns)
+    span.end(attributes={"tidemill.rank": rank}, end_ns=end_ns)
 
 
 def _checked(level: int) -> int:

@@ -6,6 +6,7 @@ While a write is pending, new tokens are merged into one slot per handle. It doe
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine_service.core.messages import Finish, Load
@@ -27,6 +28,7 @@ class StepRows(NamedTuple):
     prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]]
     finished: list[tuple[int, Finish]]
     canvas: list[tuple[int, int, Canvas]]
+    opened: Sequence[tuple[int, int]] = ()
 
 
 class Failure(NamedTuple):
@@ -47,6 +49,8 @@ class LoadReport(NamedTuple):
     state: EngineState = EngineState.READY
     memory_used: int = 0
     memory_total: int = 0
+    submits: int = 0
+    """Of the session, that `load` has."""
 
 
 class Draining(NamedTuple):
@@ -60,7 +64,7 @@ Item = StepRows | Notice
 class _Slot:
     """What one handle has to say that is not written yet."""
 
-    __slots__ = ("canvas", "finish", "logprobs", "prompt_logprobs", "tokens")
+    __slots__ = ("cached", "canvas", "finish", "logprobs", "prompt_logprobs", "tokens")
 
     def __init__(self) -> None:
         self.tokens = bytearray()
@@ -68,6 +72,7 @@ class _Slot:
         self.prompt_logprobs: list[tuple[int, list[TokenLogprobs]]] = []
         self.finish: Finish | None = None
         self.canvas: tuple[int, Canvas] | None = None
+        self.cached: int | None = None
 
 
 class Outlet:
@@ -154,6 +159,8 @@ class Outlet:
             slots[handles[row]].finish = finish
         for row, start, canvas in rows.canvas:
             slots[handles[row]].canvas = (start, canvas)
+        for row, cached in rows.opened:
+            slots[handles[row]].cached = cached
 
     def _unload(self) -> StepRows:
         slots = list(self._slots.values())
@@ -168,6 +175,7 @@ class Outlet:
             ],
             finished=[(row, slot.finish) for row, slot in enumerate(slots) if slot.finish],
             canvas=[(row, *slot.canvas) for row, slot in enumerate(slots) if slot.canvas],
+            opened=[(r, slot.cached) for r, slot in enumerate(slots) if slot.cached is not None],
         )
 
 
@@ -189,6 +197,7 @@ def halves(rows: StepRows) -> tuple[StepRows, StepRows]:
         prompt_logprobs=[entry for entry in rows.prompt_logprobs if entry[0] < cut],
         finished=[entry for entry in rows.finished if entry[0] < cut],
         canvas=[entry for entry in rows.canvas if entry[0] < cut],
+        opened=[entry for entry in rows.opened if entry[0] < cut],
     )
     second = rows._replace(
         handles=rows.handles[cut:],
@@ -198,6 +207,7 @@ def halves(rows: StepRows) -> tuple[StepRows, StepRows]:
         prompt_logprobs=[(r - cut, at, entry) for r, at, entry in rows.prompt_logprobs if r >= cut],
         finished=[(row - cut, entry) for row, entry in rows.finished if row >= cut],
         canvas=[(row - cut, at, entry) for row, at, entry in rows.canvas if row >= cut],
+        opened=[(row - cut, cached) for row, cached in rows.opened if row >= cut],
     )
     return first, second
 
@@ -222,5 +232,6 @@ def _halves_of_row(rows: StepRows) -> tuple[StepRows, StepRows]:
         prompt_logprobs=[(0, scores[half][0], [o for _, o in scores[half:]])]
         if len(scores) > half
         else [],
+        opened=(),
     )
     return first, second

@@ -14,6 +14,7 @@ from engine_service.server.convert_pool import to_pool_response, to_pool_submit
 from engine_service.server.desk import Desk
 from engine_service.server.generation import CLOCK_SLACK_NS
 from engine_service.server.outlet import StepRows
+from engine_service.server.request_trace import POOL_SPAN
 from tidemill.runtime.errors import ServiceError
 
 
@@ -28,11 +29,11 @@ class PoolCall:
 
     async def run(self, request: Any, remaining_s: float | None) -> Any:
         """The response; raises the ServiceError that is the call's status."""
-        self._desk.check_open()
-        submit = to_pool_submit(request, remaining_s)
-        return to_pool_response(
-            await self.finish(submit, (request.traceparent, request.tracestate))
-        )
+        trace = (request.traceparent, request.tracestate)
+        with self._desk.admitting(POOL_SPAN, trace):
+            self._desk.check_open()
+            submit = to_pool_submit(request, remaining_s)
+        return to_pool_response(await self.finish(submit, trace))
 
     async def finish(self, submit: Submit, trace: tuple[str, str]) -> Finish:
         """What ended the prompt; raises the ServiceError that is the call's status."""

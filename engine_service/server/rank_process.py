@@ -5,32 +5,22 @@ It does not know what the rank does; the pipe carries everything.
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import sys
-from pathlib import Path
 
 from engine_service import pipe
+from engine_service.child import describe_end, start_child
 
 RANK_MODULE = "engine_service.rank"
 _KILLED_S = 5.0
 """A process that waits for a broken device may outlive even SIGKILL; it is not waited for."""
-_ROOT = Path(__file__).parents[2]
 
 
 class RankProcess:
-    """A fresh interpreter (never a fork: gRPC and CUDA do not survive one) and our pipe end."""
+    """A fresh interpreter and our pipe end."""
 
     def __init__(self, module: str = RANK_MODULE) -> None:
         self.sock, theirs = pipe.pair()
-        paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            stdin=subprocess.DEVNULL,
-        )
+        self._process = start_child(module, fds=[theirs.fileno()])
         theirs.close()
 
     @property
@@ -42,9 +32,7 @@ class RankProcess:
         code = self._wait(0.2)
         if code is None:
             return "it closed its pipe but still runs"
-        if code < 0:
-            return f"its process (pid {self.pid}) was killed by {signal.Signals(-code).name}"
-        return f"its process (pid {self.pid}) ended with status {code}"
+        return f"its process (pid {self.pid}) {describe_end(code)}"
 
     def stop(self, grace_s: float) -> None:
         """Waits for the process to leave by itself, then kills it. Blocking."""

@@ -32,28 +32,51 @@ def trace_request(span: Span, submit: Submit, block_length: int, level: int) -> 
 
     def ended(outcome: Finish | ServiceError) -> None:
         attributes: Attributes = {"tidemill.request_id": submit.request_id}
-        attributes |= {semconv.RPC_SYSTEM: "grpc", semconv.RPC_METHOD: _method(submit)}
+        attributes |= _call(method_of(submit), status_of(outcome))
         if isinstance(outcome, ServiceError):
-            attributes[semconv.RPC_STATUS] = semconv.status_name(outcome.grpc_code)
             attributes[semconv.ERROR_TYPE] = outcome.reason
             span.end(attributes=attributes, error=outcome.message)
         else:
             _phases(span, outcome, level)
             error, status = _FAILED.get(outcome.reason, (None, "OK"))
-            attributes |= _usage(outcome) | {semconv.RPC_STATUS: status}
+            attributes |= _usage(outcome)
             if error is not None:
                 attributes[semconv.ERROR_TYPE] = status
             if outcome.usage.denoise_steps:
                 count = _num_blocks(outcome.usage, submit.pinned, block_length)
                 attributes["tidemill.blocks"] = count
+                attributes["tidemill.remasks"] = outcome.remasks
+                attributes["tidemill.cache_refreshes"] = outcome.cache_refreshes
             span.end(attributes=attributes, error=error)
         _tell(span, submit, outcome)
 
     return ended
 
 
-def _method(submit: Submit) -> str:
+def trace_refusal(span: Span, method: str, error: ServiceError) -> None:
+    """Ends the SERVER span of what was refused before it was a sequence."""
+    attributes = _call(method, status_of(error)) | {semconv.ERROR_TYPE: error.reason}
+    span.end(attributes=attributes, error=error.message)
+
+
+def method_of(submit: Submit) -> str:
+    """The RPC that a sequence stands for, however it came."""
     return SPAN if submit.pool is None else POOL_SPAN
+
+
+def status_of(outcome: Finish | ServiceError) -> str:
+    """How that RPC ended."""
+    if isinstance(outcome, ServiceError):
+        return semconv.status_name(outcome.grpc_code)
+    return _FAILED.get(outcome.reason, (None, "OK"))[1]
+
+
+def _call(method: str, status: str) -> Attributes:
+    return {
+        semconv.RPC_SYSTEM: "grpc",
+        semconv.RPC_METHOD: method,
+        semconv.RPC_STATUS: status,
+    }
 
 
 def _tell(span: Span, submit: Submit, outcome: Finish | ServiceError) -> None:

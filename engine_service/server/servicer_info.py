@@ -12,7 +12,6 @@ from typing import Any
 from engine_service.server import convert_out
 from engine_service.server.desk import Desk
 from engine_service.server.tokenizer_files import TokenizerFiles
-from tidemill.runtime.errors import ServiceError
 from tidemill.runtime.rpc import answering
 from tidemill.v1 import engine_pb2_grpc
 
@@ -37,11 +36,7 @@ class InfoServicer(engine_pb2_grpc.EngineInfoServiceServicer):
 
     async def GetTokenizer(self, request: Any, context: Any) -> None:
         async with answering(context):
-            self._desk.open_facts()
-            found = self._desk.tokenizer
-            if isinstance(found, ServiceError):
-                raise found
-            assert found is not None, "the tokenizer is read before the engine is ready"
+            found = self._desk.open_tokenizer()
             await context.write(convert_out.manifest(found.sha256, found.files))
             chunks = found.chunks()
             while (piece := await asyncio.to_thread(next, chunks, None)) is not None:

@@ -6,6 +6,7 @@ It does not know the core's pipe; it owns the handles of its stream and their on
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import grpc
@@ -15,10 +16,18 @@ from engine_service.server.convert import check_hello, to_submit
 from engine_service.server.convert_out import hello_ack, notice_frame, step_frames
 from engine_service.server.desk import Desk
 from engine_service.server.outlet import Draining, Failure, LoadReport, Outlet, Pong, StepRows
+from engine_service.server.request_trace import SPAN
 from engine_service.server.tokenizer_files import TokenizerFiles
-from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, ServiceError, Unsupported
+from tidemill.runtime.errors import (
+    FailedPrecondition,
+    InternalError,
+    InvalidRequest,
+    ServiceError,
+    Unsupported,
+)
 
 _MAX_UNREAD = 8192  # rows and notices; beyond it nothing more is read from the client
+_LOG = logging.getLogger("tidemill.engine")
 
 
 class Session:
@@ -31,6 +40,7 @@ class Session:
         self._keys: dict[int, int] = {}
         self._ids: dict[int, str] = {}
         self._half_closed = False
+        self._num_submits = 0
 
     async def run(self) -> None:
         """Serves the stream to its end; raises the ServiceError that is its status."""
@@ -99,6 +109,7 @@ class Session:
     def _submit(self, frame: Any) -> None:
         """A refused request ends in one Failed; the others of the stream are untouched."""
         handle, spec = frame.handle, frame.spec
+        self._num_submits += 1
         try:
             if handle in self._keys:
                 # Failed names a handle only: the client could not tell which of the two it means.
@@ -108,12 +119,16 @@ class Session:
                     reason="DUPLICATE_HANDLE",
                     param="handle",
                 )
-            submit = to_submit(spec)
             trace = (spec.traceparent, spec.tracestate)
+            with self._desk.admitting(SPAN, trace):
+                submit = to_submit(spec)
             self._keys[handle] = self._desk.submit(submit, self, handle, trace)
             self._ids[handle] = submit.request_id
         except ServiceError as error:
             self.failed(handle, error)
+        except Exception as bug:  # the other requests of the stream are not to blame
+            _LOG.exception("a request could not be read", extra={"request_id": spec.request_id})
+            self.failed(handle, InternalError(f"internal error: {type(bug).__name__}: {bug}"))
 
     def _abort(self, handle: int, abort: Abort) -> None:
         """A handle that has ended, or never was, is ignored: aborts race with finishes."""
@@ -162,6 +177,8 @@ class Session:
     # ------------------------------------------------------------ OpenSession
 
     def notify(self, notice: LoadReport | Draining) -> None:
+        if isinstance(notice, LoadReport):
+            notice = notice._replace(submits=self._num_submits)
         self._outlet.notify(notice)
 
     def close(self, error: ServiceError | None = None) -> None:

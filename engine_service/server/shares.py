@@ -11,7 +11,8 @@ def select(output: StepOutput, handles: list[int], rows: list[int], offsets: lis
     size, tokens, counts = TOKEN_BYTES, output.token_ids, output.counts
     picked = [tokens[offsets[row] * size : offsets[row + 1] * size] for row in rows]
     sparse: dict[int, int] = {}
-    if output.logprobs or output.prompt_logprobs or output.finished or output.canvas:
+    tables = output.logprobs, output.prompt_logprobs, output.finished, output.canvas, output.opened
+    if any(tables):
         sparse = {row: i for i, row in enumerate(rows)}
     return StepRows(
         seq=output.seq,
@@ -24,4 +25,5 @@ def select(output: StepOutput, handles: list[int], rows: list[int], offsets: lis
         ],
         finished=[(sparse[r], entry) for r, entry in output.finished if r in sparse],
         canvas=[(sparse[r], at, entry) for r, at, entry in output.canvas if r in sparse],
+        opened=[(sparse[r], cached) for r, cached in output.opened if r in sparse],
     )

@@ -80,10 +80,10 @@ class StateBoard:
         self._publish(self.snapshot._replace(state=state, detail=detail))
 
     def observe(self, load: Load, detail: str, *, stalled: bool = False) -> None:
-        """Derives BUSY (requests wait for a row) and READY from the load."""
+        """Derives BUSY (requests run, or wait to) and READY from the load."""
         state = self.state
         if state in SERVING:
-            state = EngineState.BUSY if load.waiting else EngineState.READY
+            state = EngineState.BUSY if load.running or load.waiting else EngineState.READY
         else:
             detail = self.snapshot.detail
         now = self.snapshot._replace(state=state, detail=detail, load=load, stalled=stalled)

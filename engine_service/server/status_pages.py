@@ -11,7 +11,9 @@ Answer = tuple[int, bytes, str]
 
 
 def status_pages(desk: Desk, alias: Alias) -> dict[str, Page]:
-    """By path. Each is called from a thread of its own and only reads."""
+    """By path. Each is called from a thread of its own and only reads: what it says is right while
+    the event loop hangs, too."""
+    hang_timeout_s = desk.config.hang_timeout_s
 
     def metrics(accept: str) -> Answer:
         return 200, *expose(desk.observer.metrics.registry, accept, alias)
@@ -21,10 +23,11 @@ def status_pages(desk: Desk, alias: Alias) -> dict[str, Page]:
         return json_page(503 if found["status"] == "unhealthy" else 200, found)
 
     def live(accept: str) -> Answer:
-        return json_page(*((200, {"status": "ok"}) if is_alive(desk.reading()) else _DEAD))
+        alive = is_alive(desk.reading(), hang_timeout_s)
+        return json_page(*((200, {"status": "ok"}) if alive else _DEAD))
 
     def ready(accept: str) -> Answer:
-        snapshot = desk.board.snapshot
+        snapshot = desk.reading().snapshot
         state = {"status": snapshot.state.name.lower(), "detail": snapshot.detail}
         return json_page(200 if snapshot.is_ready else 503, state)
 

@@ -15,6 +15,7 @@ from tidemill.runtime.errors import FailedPrecondition, NotFound
 CHUNK_BYTES = 256 << 10
 MAX_FILE_BYTES = 128 << 20
 MAX_BYTES = 256 << 20
+_ADVICE = "start the engine with --tokenizer FOLDER, or the frontend with its own --tokenizer"
 _REQUIRED = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _NAMES = (
     "tokenizer.json",
@@ -49,17 +50,26 @@ class TokenizerFiles:
 
 def read_tokenizer(folder: str) -> TokenizerFiles:
     """Hashes the files of `folder`. Blocking; raises NotFound or FailedPrecondition."""
-    advice = "start the engine with --tokenizer FOLDER, or the frontend with its own --tokenizer"
+    try:
+        return _read(folder)
+    except OSError as failure:
+        raise FailedPrecondition(
+            f"the tokenizer cannot be read: {failure.filename}: {failure.strerror}; {_ADVICE}",
+            reason="TOKENIZER_UNREADABLE",
+        ) from failure
+
+
+def _read(folder: str) -> TokenizerFiles:
     root = Path(folder)
     if not folder or not any((root / name).is_file() for name in _REQUIRED):
         where = f"{root.name!r} has none of {', '.join(_REQUIRED)}" if folder else "there is none"
-        raise NotFound(f"no tokenizer to serve: {where}; {advice}", reason="NO_TOKENIZER")
+        raise NotFound(f"no tokenizer to serve: {where}; {_ADVICE}", reason="NO_TOKENIZER")
     sizes = {name: (root / name).stat().st_size for name in _NAMES if (root / name).is_file()}
     largest = max(sizes, key=lambda name: sizes[name])
     if sizes[largest] > MAX_FILE_BYTES or sum(sizes.values()) > MAX_BYTES:
         raise FailedPrecondition(
             f"the tokenizer is too large to serve: {largest} has {sizes[largest]} bytes (limit "
-            f"{MAX_FILE_BYTES} a file, {MAX_BYTES} in all); {advice}",
+            f"{MAX_FILE_BYTES} a file, {MAX_BYTES} in all); {_ADVICE}",
             reason="TOKENIZER_TOO_LARGE",
         )
     digest = hashlib.sha256()

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import importlib.resources
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from engine_service.config import EngineConfig
 from engine_service.worker.hub import download
+from engine_service.worker.json_files import read_json
+from engine_service.worker.shards import MANIFEST, Manifest, parse_manifest
 from tidemill.runtime.errors import InvalidRequest, NotFound
 
 Report = Callable[[str, int, int], None]
 """Called as (stage, done, total) during start-up; total 0: no number known."""
 
-_Json = TypeVar("_Json", dict[str, Any], list[Any])
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
@@ -40,7 +40,10 @@ class Checkpoint:
     tokenizer_dir: str
     """Folder with the tokenizer's files; empty when there is none."""
     weight_version: str
-    """Changes whenever the weights do: hub commit, or a digest of names, sizes and times."""
+    """Changes whenever the weights do: hub commit, or a digest of names, sizes and times
+    (of a built-in model: contents)."""
+    manifest: Manifest | None = None
+    """Of a folder that was cut for a number of ranks."""
 
 
 def fetch_checkpoint(config: EngineConfig, report: Report) -> Checkpoint:
@@ -50,6 +53,7 @@ def fetch_checkpoint(config: EngineConfig, report: Report) -> Checkpoint:
     """
     folder, version = _resolve(config, report)
     tokenizer_dir = _tokenizer_dir(config, folder)
+    manifest = parse_manifest(read_json(folder / MANIFEST))
     return Checkpoint(
         model_id=config.model,
         folder=folder,
@@ -57,39 +61,9 @@ def fetch_checkpoint(config: EngineConfig, report: Report) -> Checkpoint:
         generation_config=read_json(folder / "generation_config.json") or {},
         added_tokens=_added_tokens(Path(tokenizer_dir)) if tokenizer_dir else {},
         tokenizer_dir=tokenizer_dir,
-        weight_version=version or _digest(folder, config),
+        weight_version=version or _digest(folder, config, manifest),
+        manifest=manifest,
     )
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, None where there is no file; raises InvalidRequest otherwise."""
-    return _read_json(path, dict)
-
-
-def read_json_list(path: Path) -> list[dict[str, Any]]:
-    """The objects of the array in a JSON file, none where there is no file."""
-    return [one for one in _read_json(path, list) or () if isinstance(one, dict)]
-
-
-def _read_json(path: Path, kind: type[_Json]) -> _Json | None:
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidRequest(
-            f"{path} is not valid JSON ({error}); it is probably truncated: fetch the file again",
-            reason="CHECKPOINT_CORRUPT",
-            param="model",
-        ) from error
-    if not isinstance(content, kind):
-        wanted = "object" if kind is dict else "array"
-        raise InvalidRequest(
-            f"{path} must hold a JSON {wanted}, found {type(content).__name__}",
-            reason="CHECKPOINT_CORRUPT",
-            param="model",
-        )
-    return content
 
 
 def builtin_models() -> dict[str, Path]:
@@ -160,10 +134,17 @@ def _added_tokens(folder: Path) -> dict[str, int]:
     return tokens
 
 
-def _digest(folder: Path, config: EngineConfig) -> str:
-    """Identity of local weights without reading them: file names, sizes and change times."""
-    digest = hashlib.sha256(f"{config.load_format == 'dummy'} {config.seed}".encode())
+def _digest(folder: Path, config: EngineConfig, manifest: Manifest | None) -> str:
+    """Identity of local weights without reading them: file names, sizes and change times; of
+    shards, that of what they were made from. Built-in ones are small, and every installation writes
+    them at another time: there it is what they say."""
+    is_dummy = config.load_format == "dummy"
+    if manifest is not None and not is_dummy:
+        return manifest.weight_version
+    is_builtin = config.model in builtin_models()
+    digest = hashlib.sha256(f"{is_dummy} {config.seed if is_dummy else 0}".encode())
     for path in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
         stat = path.stat()
-        digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        said = hashlib.sha256(path.read_bytes()).hexdigest() if is_builtin else stat.st_mtime_ns
+        digest.update(f"{path.name} {stat.st_size} {said}\n".encode())
     return digest.hexdigest()[:16]

@@ -87,6 +87,15 @@ class StepGraphs:
                 self._captured[bucket, method] = self._capture(template)
         torch.cuda.synchronize(device)
 
+    def close(self) -> None:
+        """Gives up all graphs: whoever communicates in one cannot take leave before."""
+        torch.cuda.synchronize(self._hidden.device)
+        for captured in self._captured.values():
+            captured.whole.reset()
+            captured.to_hidden.reset()
+        for forward in self._forwards.values():
+            forward.reset()
+
     def has_room(self, layout: StepLayout) -> bool:
         """Whether a step's forward at least is captured."""
         found = find_bucket(layout, self._buckets) or find_canvas_bucket(layout, self._buckets)
@@ -184,17 +193,23 @@ class StepGraphs:
 
 
 def capture_steps(
-    program: StepProgram, buckets: Sequence[Bucket], logit_chunk: int, report: Report
+    program: StepProgram,
+    buckets: Sequence[Bucket],
+    logit_chunk: int,
+    report: Report,
+    *,
+    is_alone: bool = True,
 ) -> StepGraphs | None:
     """`StepGraphs`, or None with one warning where memory runs out: steps then run eagerly, in the
-    memory that was set aside for them."""
+    memory that was set aside for them. A rank that is not alone raises instead: the others' graphs
+    add up padded steps, and they would wait for ever for one that runs its own as they are."""
     device = program.tables.device
     stream = torch.cuda.current_stream(device)
     before, began = torch.cuda.memory_reserved(device), time.monotonic()
     try:
         graphs = StepGraphs(program, buckets, logit_chunk, report)
     except Exception as error:
-        if not is_out_of_memory(error):
+        if not is_alone or not is_out_of_memory(error):
             raise
     else:
         _LOG.info(

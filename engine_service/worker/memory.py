@@ -10,6 +10,7 @@ import os
 import resource
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,8 @@ from engine_service.resolve import ResolvedConfig
 from engine_service.sampling.batch import DecideBatch, Wants
 from engine_service.sampling.head import HeadLogits
 from engine_service.sampling.sampler import choose, choose_with_confidence, token_logprobs
-from engine_service.staging import stage
+from engine_service.stages import WHOLE, Stage
+from engine_service.staging import stage as put
 from engine_service.worker.batch import DecidePart, bind_batch, columns_of
 from engine_service.worker.buckets import PLAIN, Bucket
 from engine_service.worker.kv_pool import KVRoom
@@ -47,27 +49,29 @@ def find_room(
     backend: AttentionBackend,
     device: torch.device,
     buckets: Sequence[Bucket] = (),
+    stage: Stage = WHOLE,
 ) -> KVRoom:
-    """Runs a step without requests and returns what it leaves for the KV pool.
+    """Runs a step of the layers of `stage` without requests and returns what it leaves for the KV
+    pool.
 
     On CUDA they are the largest steps the budgets allow, of prompts and of full rows, and the peak
-    is set aside, with what the graphs of `buckets` will keep; on CPU a short one that only warms
-    up, because activations are small beside the RAM that is left free.
+    is set aside, with what the graphs of `buckets` and other steps in flight will keep; on CPU a
+    short one that only warms up, because activations are small beside the RAM that is left free.
     """
     block = granularity(model.traits.mask_block)
     if device.type != "cuda":
         prompts = whole_prompts(_WARM_UP_TOKENS, resolved, block)
-        rehearse(prompts, 1, resolved, model, backend, device)
+        rehearse(prompts, 1, resolved, model, backend, device, stage)
         return _cpu_room(config)
 
     short = full_rows(resolved, model.traits)
     for rows in sorted({min(few, len(short), resolved.logit_chunk) for few in _FEW_ROWS}):
-        rehearse(short[:rows], rows, resolved, model, backend, device)
+        rehearse(short[:rows], rows, resolved, model, backend, device, stage)
 
     def peak_of(spans: list[Span], num_logits: int) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        rehearse(spans, num_logits, resolved, model, backend, device)
+        rehearse(spans, num_logits, resolved, model, backend, device, stage)
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
 
@@ -79,6 +83,8 @@ def find_room(
         tokens = max(bucket.tokens for bucket in buckets)
         peak += peak_of(whole_prompts(tokens, resolved, block), 1)
         peak += _graph_bytes(buckets, model, backend.shape.dtype)
+    hidden = resolved.token_budget * model.traits.hidden_size * backend.shape.dtype.itemsize
+    peak += stage.num_waiting * hidden
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return _cuda_room(config.memory_fraction, free=free, total=total, peak=peak)
@@ -109,6 +115,7 @@ def rehearse(
     model: CausalModel,
     backend: AttentionBackend,
     device: torch.device,
+    stage: Stage = WHOLE,
 ) -> None:
     """One forward of `spans` and all of sampling on `num_logits` rows of logits, in both of the
     ways in which a model that reveals tokens is decided: in pieces as many at once as a step may
@@ -127,12 +134,13 @@ def rehearse(
         methods=(),
         device=device,
     )
-    caches = [backend.empty_cache(1, device) for _ in range(traits.num_layers)]
+    caches = [backend.empty_cache(1, device) for _ in stage.layers(traits.num_layers)]
     layout = lay_out(spans, tables, logits_shift=traits.logits_shift, logit_chunk=len(spans))
-    batch = bind_batch(layout, stage(columns_of(layout), device), tables)
-    program = StepProgram(model=model, backend=backend, caches=caches, tables=tables, strategies=())
+    batch = bind_batch(layout, put(columns_of(layout), device), tables)
+    parts: dict[str, Any] = {"model": model, "backend": backend, "caches": caches}
+    program = StepProgram(tables=tables, strategies=(), stage=stage.unlinked, **parts)
     hidden = program.forward(batch)
-    if not traits.methods:
+    if not traits.methods or not stage.is_last:
         return
     part = batch.decides[0]
     if traits.mask_token_id is not None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from engine_service.core.params import PoolFacts
 from engine_service.models.base import ModelTraits
-from engine_service.worker.checkpoint import Checkpoint, read_json, read_json_list
+from engine_service.worker.checkpoint import Checkpoint
+from engine_service.worker.json_files import read_json, read_json_list
 
 _MODES = {
     "pooling_mode_cls_token": "cls",

@@ -17,6 +17,7 @@ from engine_service.sampling.batch import DecideBatch, DecideResult
 from engine_service.sampling.head import HeadLogits, KnownLogits, Logits
 from engine_service.sampling.logprobs import Scores, score_tokens
 from engine_service.sampling.masks import masked_logits
+from engine_service.stages import WHOLE, Stage
 from engine_service.worker.batch import AsidePart, DecidePart, ForwardBatch, ScorePart
 from engine_service.worker.pooling import Pooled, PoolPart, pool
 from engine_service.worker.tables import RowTables
@@ -33,16 +34,30 @@ class StepProgram:
     strategies: Sequence[DecodeStrategy]
     cache_aside: LayerCache | None = None
     """For what is computed aside of the pages, by all layers in turn."""
+    stage: Stage = WHOLE
+    """Of which these are the layers; only the last one has what follows the forward."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """[T, E] hidden states; the step's keys and values are stored."""
+        """[T, E] hidden states; the step's keys and values are stored. A stage ahead of the last
+        one has passed them on, and nobody may write to them."""
         windows = self.model.traits.windows
         step = plan_step(self.backend, batch.attention, windows=windows, caches=self.caches)
         if batch.aside is not None:
             step = replace(step, aside=self._plan_aside(batch.aside))
-        embedded = self.model.embed(self.tables.sampling.tokens.view(-1), batch.places)
-        hidden: torch.Tensor = self.model(embedded, batch.positions, step)
+        hidden: torch.Tensor = self.model(self._enter(batch), batch.positions, step)
+        if self.stage.links is not None and not self.stage.is_last:
+            self.stage.links.pass_on(hidden)
         return hidden
+
+    def _enter(self, batch: ForwardBatch) -> torch.Tensor:
+        """[T, E] that the first of these layers reads."""
+        if self.stage.is_first:
+            return self.model.embed(self.tables.sampling.tokens.view(-1), batch.places)
+        shape = (len(batch.places), self.model.traits.hidden_size)
+        dtype = self.backend.shape.dtype
+        if self.stage.links is None:
+            return torch.zeros(shape, dtype=dtype, device=batch.places.device)
+        return self.stage.links.receive(shape, dtype)
 
     def _plan_aside(self, part: AsidePart) -> AsideStep:
         assert self.cache_aside is not None, "a step aside of the pages without a cache for it"

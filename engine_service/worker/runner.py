@@ -7,25 +7,23 @@ to decide and hands back what was decided. Steps that fit a captured CUDA graph 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from engine_service.core.step import Decisions, NewRow, Span, SteadyRows, StepPlan
 from engine_service.core.strategy import KeyChoice
-from engine_service.sampling.batch import DecideResult
-from engine_service.sampling.logprobs import Scores
+from engine_service.stages import Heard
 from engine_service.staging import HostCopies, stage
-from engine_service.worker.batch import bind_batch, columns_of
+from engine_service.worker.batch import ForwardBatch, bind_batch, columns_of
 from engine_service.worker.buckets import LAUNCH_BOUND
 from engine_service.worker.decisions import split_decided, split_scored
 from engine_service.worker.graphs import StepGraphs
 from engine_service.worker.layout import StepLayout, lay_out, numbered
-from engine_service.worker.pooling import Pooled, PoolLayout, split_pooled
+from engine_service.worker.outcome import Outcome, Telling, write_tokens
+from engine_service.worker.pooling import split_pooled
 from engine_service.worker.program import StepProgram
-from engine_service.worker.wanted import DecideLayout, ScoreLayout
 
 
 @dataclass(slots=True, eq=False)
@@ -35,9 +33,9 @@ class StepHandle:
     num_own: int
     num_steady: int
     copies: HostCopies
-    decided: list[tuple[DecideLayout, DecideResult]] = field(default_factory=list)
-    scored: tuple[ScoreLayout, Scores] | None = None
-    pooled: tuple[PoolLayout, Pooled] | None = None
+    made: list[tuple[StepLayout, Outcome]] = field(default_factory=list)
+    awaited: list[tuple[StepLayout, Heard]] = field(default_factory=list)
+    """Of another stage."""
 
 
 class Runner:
@@ -51,6 +49,7 @@ class Runner:
         self._tables = program.tables
         self._logit_chunk = logit_chunk
         self._graphs = graphs
+        self._telling = Telling(program.model.traits, program.strategies)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -67,21 +66,34 @@ class Runner:
             if result is None:
                 self._run_in_parts(layout, handle)
             else:
-                handle.decided.append((layout.decides[0], _copied(result, handle.copies)))
+                handle.made.append((layout, Outcome([result]).each(handle.copies.add)))
         handle.copies.seal()
         return handle
 
+    @torch.inference_mode()
     def collect(self, handle: StepHandle) -> Decisions:
-        """Waits for the step."""
+        """Waits for the step, and for the stage that decides in it."""
         handle.copies.wait()
+        for layout, heard in handle.awaited:
+            outcome = self._telling.unpack(layout, heard.wait())
+            write_tokens(self._tables, layout, outcome)
+            handle.made.append((layout, outcome))
         decisions = Decisions([None] * handle.num_own, [0] * handle.num_steady)
-        for layout, result in handle.decided:
-            split_decided(layout, result, decisions)
-        if handle.scored is not None:
-            split_scored(*handle.scored, decisions.own)
-        if handle.pooled is not None:
-            split_pooled(*handle.pooled, decisions.own)
+        for layout, outcome in handle.made:
+            for part, result in zip(layout.decides, outcome.decided, strict=True):
+                split_decided(part, result, decisions)
+            if layout.scores is not None and outcome.scores is not None:
+                split_scored(layout.scores, outcome.scores, decisions.own)
+            if layout.pools is not None and outcome.pooled is not None:
+                split_pooled(layout.pools, outcome.pooled, decisions.own)
         return decisions
+
+    def close(self) -> None:
+        """Behind the last step."""
+        if self._graphs is not None:
+            self._graphs.close()
+        if self._program.stage.links is not None:
+            self._program.stage.links.flush()
 
     def _admit(self, new_rows: Sequence[NewRow]) -> None:
         for strategy in self._program.strategies if new_rows else ():
@@ -122,31 +134,31 @@ class Runner:
 
     def _run_in_parts(self, layout: StepLayout, handle: StepHandle) -> None:
         """Launches what follows the forward, and the forward itself unless it is captured."""
-        program, copies = self._program, handle.copies
+        program, links = self._program, self._program.stage.links
         # First of all, so that the device computes while the rest is made.
         hidden = None if self._graphs is None else self._graphs.forward(layout)
         staged = stage(columns_of(layout), self._tables.device)
         batch = bind_batch(layout, staged, self._tables)
         if hidden is None:
             hidden = program.forward(batch)
+        size = 0 if links is None else self._telling.size(layout)
+        if not program.stage.is_last:
+            if links is not None and size:
+                handle.awaited.append((layout, links.hear(size)))
+            return
+        outcome = self._make(batch, hidden)
+        if links is not None and size:
+            links.tell(self._telling.pack(layout, outcome))
+        handle.made.append((layout, outcome.each(handle.copies.add)))
+
+    def _make(self, batch: ForwardBatch, hidden: torch.Tensor) -> Outcome:
+        """What follows the forward."""
+        program, outcome = self._program, Outcome()
         # Scores first: they read tokens that are known, decisions write new ones.
         if batch.scores is not None:
-            scores = program.score(batch.scores, hidden, self._logit_chunk)
-            handle.scored = batch.scores.layout, Scores(*map(copies.add, scores))
+            outcome.scores = program.score(batch.scores, hidden, self._logit_chunk)
         if batch.pools is not None:
-            pooled = program.pool(batch.pools, hidden)
-            hosts = (None if one is None else copies.add(one) for one in pooled)
-            handle.pooled = batch.pools.layout, Pooled(*hosts)
+            outcome.pooled = program.pool(batch.pools, hidden)
         for part in batch.decides:
-            result = program.decide(part, program.logits(part, hidden))
-            handle.decided.append((part.layout, _copied(result, copies)))
-
-
-def _copied(result: DecideResult, copies: HostCopies) -> DecideResult:
-    """The same result on its way to the host."""
-    hosts: dict[str, Any] = {
-        field.name: None if column is None else copies.add(column)
-        for field in fields(result)
-        for column in [getattr(result, field.name)]
-    }
-    return replace(result, **hosts)
+            outcome.decided.append(program.decide(part, program.logits(part, hidden)))
+        return outcome

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from engine_service.core.step import StepPlan
+from engine_service.distributed import Group
 from engine_service.models.base import REGISTRY, ModelTraits
 from engine_service.resolve import ResolvedConfig
 from engine_service.worker.checkpoint import Checkpoint
@@ -49,11 +50,13 @@ def step_shortage(plan: StepPlan, resolved: ResolvedConfig) -> EngineDead:
     )
 
 
-def weights_advice(checkpoint: Checkpoint, traits: ModelTraits, dtype: torch.dtype) -> str:
-    """How large the weights are; needs no memory for them."""
+def weights_advice(
+    checkpoint: Checkpoint, traits: ModelTraits, dtype: torch.dtype, group: Group
+) -> str:
+    """How large the weights of one rank are; needs no memory for them."""
     kind = REGISTRY.find(checkpoint.hf_config)
     nowhere = torch.device("meta")
-    model = kind.create(traits, checkpoint.hf_config, device=nowhere, dtype=dtype)
+    model = kind.create(traits, checkpoint.hf_config, device=nowhere, dtype=dtype, group=group)
     size = sum(slot.nbytes for slot in model.weight_slots().values())
     half = "--dtype bfloat16 (half of that), " if dtype is torch.float32 else ""
     return (
@@ -77,6 +80,14 @@ def pool_advice(resolved: ResolvedConfig) -> str:
     return (
         "the KV pool and the tables do not fit: pass less --num-pages, --memory-fraction,"
         f" --max-rows (now {resolved.max_rows}) or --max-model-len (now {resolved.max_model_len})"
+    )
+
+
+def graphs_advice() -> str:
+    """Of several ranks none can do without its graphs alone."""
+    return (
+        "the CUDA graphs of this rank do not fit: pass less --memory-fraction, --num-pages or"
+        " --max-rows, or --enforce-eager, with which no rank has any"
     )
 
 

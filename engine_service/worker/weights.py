@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from engine_service.config import EngineConfig
+from engine_service.distributed import ALONE, Group
+from engine_service.layers.slots import Slot, Slots
 from engine_service.models.base import REGISTRY, CausalModel, ModelTraits
 from engine_service.models.hf_config import token_ids
-from engine_service.worker.checkpoint import Checkpoint, Report, read_json
-from tidemill.runtime.errors import InvalidRequest, NotFound, ServiceError, Unsupported
+from engine_service.worker.checkpoint import Checkpoint, Report
+from engine_service.worker.files import Stored, corrupt, reading, survey, weight_files
+from engine_service.worker.shards import held, of_stage, rank_file
+from tidemill.runtime.errors import InvalidRequest, ServiceError, Unsupported
 
-_INDEX = "model.safetensors.index.json"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
-_LFS_POINTER = b"version https://git-lfs"
+_FILE_FORMATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""As safetensors calls them."""
+_READERS = 4
+"""Threads that read weights; each holds no more memory than the tensor that it copies."""
 _BASE = "model."
 """Ahead of the names of a decoder that was saved with its head; embedding models are saved bare."""
 _DUMMY_EMBEDDING_STD = 0.02
@@ -65,6 +72,19 @@ def resolve_dtype(
     return _DTYPES[config.dtype]
 
 
+def check_files(config: EngineConfig, checkpoint: Checkpoint, group: Group = ALONE) -> None:
+    """Refuses files that are missing or not whole, before anything else is done with them."""
+    if config.load_format != "dummy":
+        survey(_files(checkpoint, group))
+
+
+def _files(checkpoint: Checkpoint, group: Group) -> list[Path]:
+    """What this rank reads from."""
+    if checkpoint.manifest is None:
+        return weight_files(checkpoint.folder)
+    return [rank_file(checkpoint.folder, checkpoint.manifest, group)]
+
+
 def load_model(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -72,147 +92,144 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     report: Report,
+    group: Group = ALONE,
 ) -> CausalModel:
-    """A model ready for inference. `report("weights", done, total)` counts tensors.
+    """A model ready for inference, or this rank's share of it, of which alone it reads the bytes.
+    `report("weights", done, total)` counts tensors.
 
     Raises InvalidRequest, NotFound or Unsupported naming the file or tensor at fault.
     """
-    if config.tensor_parallel_size > 1:
-        raise Unsupported(
-            f"tensor_parallel_size {config.tensor_parallel_size} is not supported by this build; "
-            "use 1",
-            param="tensor_parallel_size",
-        )
     kind = REGISTRY.find(checkpoint.hf_config)
     traits = read_traits(checkpoint)
-    model = kind.create(traits, checkpoint.hf_config, device=device, dtype=dtype)
+    model = kind.create(traits, checkpoint.hf_config, device=device, dtype=dtype, group=group)
     slots = model.weight_slots()
     with torch.no_grad():
         if config.load_format == "dummy":
             _fill_random(slots, config.seed, report)
         else:
-            _fill_from_files(model, slots, weight_files(checkpoint.folder), report)
+            stored = survey(_files(checkpoint, group))
+            wanted = slots
+            if checkpoint.manifest is not None:
+                wanted, stored = held(slots), of_stage(slots, stored)
+            _read(match(model, wanted, stored), report)
         model.after_load()
     return model.eval()
 
 
-def _refuse_pickles(folder: Path) -> None:
-    """A pickle runs whatever code its author put into it, so none is ever opened."""
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
-    if pickles:
-        raise Unsupported(
-            f"{folder} has its weights in {pickles[0]}, a pickle: loading one runs whatever code "
-            "is in it. This engine reads *.safetensors alone; convert where you trust the file: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) with "
-            "transformers, or take a revision of the model that has safetensors",
-            reason="PICKLED_WEIGHTS",
-            param="model",
-        )
+class Part(NamedTuple):
+    """A tensor to be read: its name in the file, where that is, and what takes it."""
+
+    name: str
+    slot_name: str
+    stored: Stored
+    slot: Slot
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, checked to exist; raises NotFound otherwise."""
-    index = read_json(folder / _INDEX)
-    if index is None:
-        found = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
-        if found:
-            return found
-        _refuse_pickles(folder)
-        raise NotFound(
-            f"{folder} has no *.safetensors files; this engine reads no other weight format "
-            "(convert with transformers' save_pretrained), or use --load-format dummy",
-            reason="WEIGHTS_MISSING",
-            param="model",
-        )
-    if not isinstance(index.get("weight_map"), dict):
-        raise _corrupt(folder / _INDEX, "it has no weight_map")
-    shards = sorted(set(index["weight_map"].values()))
-    missing = [name for name in shards if not (folder / name).is_file()]
-    if missing:
-        raise NotFound(
-            f"{len(missing)} of {len(shards)} weight files named by {_INDEX} are missing from "
-            f"{folder}, the first is {missing[0]}: fetch the checkpoint again",
-            reason="SHARD_MISSING",
-            param="model",
-        )
-    return [folder / name for name in shards]
-
-
-def _fill_from_files(
-    model: CausalModel, slots: dict[str, torch.Tensor], files: list[Path], report: Report
-) -> None:
-    waiting = dict(slots)
-    unexpected = []
-    for path in files:
-        for name, tensor in _tensors(path):
-            if name not in slots and _BASE + name in slots:
-                name = _BASE + name
-            if name in waiting:
-                _copy(waiting.pop(name), name, tensor, path)
-                report("weights", len(slots) - len(waiting), len(slots))
-            elif name in slots:
-                raise _corrupt(path, f"tensor {name} stands in a second file too")
-            elif not model.ignores(name):
-                unexpected.append(name)
+def match(model: CausalModel, slots: Slots, stored: dict[str, Stored]) -> list[Part]:
+    """What is to be read, in the order of the files; raises what does not fit."""
+    waiting, parts, unexpected = dict(slots), [], []
+    for own_name, found in stored.items():
+        name = own_name
+        if name not in slots and _BASE + name in slots:
+            name = _BASE + name
+        if name in waiting:
+            slot = waiting.pop(name)
+            _check(name, found, slot)
+            parts.append(Part(own_name, name, found, slot))
+        elif name in slots:
+            raise corrupt(found.path, f"tensor {name} stands in it under two names")
+        elif not model.ignores(name):
+            unexpected.append(name)
     if waiting:
         raise _mismatch(f"{len(waiting)} tensors are missing", sorted(waiting), model)
     if unexpected:
         raise _mismatch(f"{len(unexpected)} tensors are unknown", sorted(unexpected), model)
+    return parts
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of one file, each mapped from disk only while it is copied."""
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118 - the file object is no mapping
-                yield name, file.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        with path.open("rb") as raw:
-            pointer = raw.read(len(_LFS_POINTER)) == _LFS_POINTER
-        reason = "it is a Git LFS pointer: run `git lfs pull`" if pointer else str(error)
-        raise _corrupt(path, reason) from error
-
-
-def _copy(slot: torch.Tensor, name: str, tensor: torch.Tensor, path: Path) -> None:
-    if tensor.shape != slot.shape:
+def _check(name: str, stored: Stored, slot: Slot) -> None:
+    if stored.shape != slot.shape:
         raise InvalidRequest(
-            f"{path.name}: tensor {name} has shape {list(tensor.shape)} where config.json implies "
-            f"{list(slot.shape)}: config.json and weights are not of the same model",
+            f"{stored.path.name}: tensor {name} has shape {list(stored.shape)} where config.json "
+            f"implies {list(slot.shape)}: config.json and weights are not of the same model",
             reason="SHAPE_MISMATCH",
             param="model",
         )
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+    if stored.number_format not in _FILE_FORMATS:
         raise Unsupported(
-            f"{path.name}: tensor {name} has number format {tensor.dtype}, and quantized weights "
-            "are not supported by this build",
+            f"{stored.path.name}: tensor {name} has number format {stored.number_format}, and "
+            "quantized weights are not supported by this build",
             reason="TRAIT_UNSUPPORTED",
             param="model",
         )
-    slot.copy_(tensor)
 
 
-def _fill_random(slots: dict[str, torch.Tensor], seed: int, report: Report) -> None:
-    """Normal weights that keep activations near 1; each depends only on seed and tensor name."""
+def _read(parts: list[Part], report: Report) -> None:
+    """By several threads, each with a run of one file's tensors: a disk, above all one behind a
+    network, answers many readers faster than one, and torch copies without the interpreter."""
+    jobs = _jobs(parts)
+    told: SimpleQueue[BaseException | None] = SimpleQueue()
+    given_up = threading.Event()
+
+    def read(job: list[Part]) -> None:
+        try:
+            with reading(job[0].stored.path) as file, torch.no_grad():
+                for part in job:
+                    if given_up.is_set():
+                        return
+                    tensor = file.get_slice(part.name)
+                    for view, where in part.slot.pieces:
+                        view.copy_(tensor[where or ...])
+                    told.put(None)
+        except BaseException as failure:
+            told.put(failure)
+
+    with ThreadPoolExecutor(_READERS, "weights") as pool:
+        for job in jobs:
+            pool.submit(read, job)
+        for done in range(1, len(parts) + 1):
+            if (failure := told.get()) is not None:
+                given_up.set()
+                raise failure
+            report("weights", done, len(parts))
+
+
+def _jobs(parts: list[Part]) -> list[list[Part]]:
+    """One for a file, or several where there are fewer files than readers."""
+    files: dict[Path, list[Part]] = {}
+    for part in parts:
+        files.setdefault(part.stored.path, []).append(part)
+    jobs = []
+    for own in files.values():
+        size = -(-len(own) // -(-_READERS // len(files)))
+        jobs += [own[at : at + size] for at in range(0, len(own), size)]
+    return jobs
+
+
+def _fill_random(slots: Slots, seed: int, report: Report) -> None:
+    """Normal weights that keep activations near 1; each depends only on seed and tensor name, and
+    is drawn whole, so that any number of ranks holds the same model."""
     for done, (name, slot) in enumerate(slots.items(), start=1):
-        generator = torch.Generator(device=slot.device)
-        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        if name.lower().endswith("norm.weight"):
-            slot.fill_(1.0)
-        elif slot.ndim == 2 and "embed" not in name:
-            slot.normal_(0.0, slot.shape[1] ** -0.5, generator=generator)
-        else:
-            slot.normal_(0.0, _DUMMY_EMBEDDING_STD, generator=generator)
+        for view, where in slot.pieces:
+            # Numbers are drawn in the order of memory: a view with another order gets copies.
+            fits = view.shape == slot.shape and view.is_contiguous()
+            whole = view if fits else view.new_empty(slot.shape)
+            _draw(whole, name, seed)
+            if not fits:
+                view.copy_(whole[where or ...])
         report("weights", done, len(slots))
 
 
-def _corrupt(path: Path, reason: str) -> ServiceError:
-    return InvalidRequest(
-        f"{path} cannot be read as weights ({reason}; {path.stat().st_size} bytes): it is corrupt "
-        "or truncated, fetch the file again",
-        reason="CHECKPOINT_CORRUPT",
-        param="model",
-    )
+def _draw(whole: torch.Tensor, name: str, seed: int) -> None:
+    generator = torch.Generator(device=whole.device)
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    if name.lower().endswith("norm.weight"):
+        whole.fill_(1.0)
+    elif whole.ndim == 2 and "embed" not in name:
+        whole.normal_(0.0, whole.shape[1] ** -0.5, generator=generator)
+    else:
+        whole.normal_(0.0, _DUMMY_EMBEDDING_STD, generator=generator)
 
 
 def _mismatch(what: str, names: list[str], model: CausalModel) -> ServiceError:

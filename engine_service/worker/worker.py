@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,25 +20,30 @@ from engine_service.config import EngineConfig
 from engine_service.core.pooling import Pooling
 from engine_service.core.step import FULL, Decisions, StepPlan
 from engine_service.core.strategy import DecodeStrategy, ExecutorLimits
-from engine_service.kernels.jit import (
-    give_up_kernels,
-    in_one_line,
-    is_kernel_failure,
-    kernel_fault,
-)
+from engine_service.distributed import FIRST, Group, Place, Store, meet
+from engine_service.kernels.jit import is_kernel_failure, kernel_fault
 from engine_service.models.base import CausalModel, ModelTraits
+from engine_service.models.sharing import check_fit
 from engine_service.resolve import resolve
 from engine_service.worker.aside import num_pages_aside
 from engine_service.worker.buckets import Bucket, buckets_of
 from engine_service.worker.checkpoint import Report, fetch_checkpoint
+from engine_service.worker.device import (
+    agree_on_kernels,
+    give_up_together,
+    num_beside,
+    open_device,
+)
 from engine_service.worker.graphs import StepGraphs, capture_steps
 from engine_service.worker.kv_pool import KVPool, KVRoom, count_pages, no_pages, page_bytes
 from engine_service.worker.memory import decides_in_pieces, find_room, free_bytes
+from engine_service.worker.page_store import read_layout
 from engine_service.worker.pool_facts import read_pool_facts
 from engine_service.worker.pool_rows import PoolRows
 from engine_service.worker.program import StepProgram
 from engine_service.worker.runner import Runner, StepHandle
 from engine_service.worker.shortage import (
+    graphs_advice,
     is_out_of_memory,
     pool_advice,
     profile_advice,
@@ -46,8 +52,7 @@ from engine_service.worker.shortage import (
     weights_advice,
 )
 from engine_service.worker.tables import RowTables
-from engine_service.worker.weights import load_model, read_traits, resolve_dtype
-from tidemill.runtime.errors import InvalidRequest
+from engine_service.worker.weights import check_files, load_model, read_traits, resolve_dtype
 
 _LOG = logging.getLogger("tidemill.rank")
 
@@ -55,77 +60,56 @@ StrategyMaker = Callable[[ModelTraits], Sequence[DecodeStrategy]]
 """Builds the decoding methods that a model can run."""
 
 
-def pick_device(name: str) -> torch.device:
-    """`auto` is CUDA when there is one; raises InvalidRequest for a device that is not there."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if kind == "cpu" and not index:
-        return torch.device("cpu")
-    if kind == "cuda" and (index or "0").isdecimal() and int(index or 0) < count:
-        return torch.device("cuda", int(index or 0))
-    raise InvalidRequest(
-        f"device {name!r} is not here; there are: cpu"
-        + "".join(f", cuda:{number}" for number in range(count)),
-        param="device",
-    )
-
-
 class Worker:
     """Loads a model, sizes the KV pool and runs step plans.
 
     Public attributes are set once, at start-up: `checkpoint`, `traits`, `resolved`, `dtype`,
-    `device`, `strategies` (by name), `limits`, `overlaps`, `kv_bytes`, `stage_seconds`.
+    `device`, `strategies` (by name), `limits`, `depth`, `kv_bytes`, `caches`, `stage_seconds`.
     """
 
     def __init__(
-        self, config: EngineConfig, make_strategies: StrategyMaker, report: Report
+        self,
+        config: EngineConfig,
+        make_strategies: StrategyMaker,
+        report: Report,
+        place: Place = FIRST,
+        store: Store | None = None,
     ) -> None:
         """Start-up in order: device, checkpoint, model, profile, KV, tables, strategies.
 
+        `place`: which rank of several this is, that all start up in step with each other; rank 0
+        brings the `store` at which they meet.
         `report(stage, done, total)` is called at the beginning of every stage and during long
         ones. Raises ServiceErrors that say what to change.
         """
         self._report = report
         self.stage_seconds: dict[str, float] = {}
         with self._stage("device"):
-            self._open_device(config)
+            self.device = open_device(config.device, place.local_rank)
+            self.depth = num_beside(config.pipeline_parallel_size, self.device)
         with self._stage("checkpoint"):
             self.checkpoint = fetch_checkpoint(config, report)
             self.traits = read_traits(self.checkpoint)
+            size = place.size // max(1, num_stages := config.pipeline_parallel_size)
+            share = Group(place.rank % size, size, whole_experts=config.expert_parallel)
+            check_fit(self.checkpoint.hf_config, self.traits, share, num_stages)
+            check_files(config, self.checkpoint, share)
             self.resolved = resolve(config, self.traits, self.device)
             self.dtype = self._resolve_dtype(config)
+        with self._stage("ranks"):
+            rows, width = self.resolved.token_budget, self.traits.hidden_size
+            group = meet(place, self.device, store, num_stages=num_stages)
+            group = replace(group, whole_experts=share.whole_experts)
+            agree_on_kernels(self.device, group)
+            self._num_layers = len(group.stage.layers(self.traits.num_layers))
+            self.group = group.with_peers(rows, width, self.dtype, self.device)
         with self._stage(
-            "weights", lambda: weights_advice(self.checkpoint, self.traits, self.dtype)
+            "weights", lambda: weights_advice(self.checkpoint, self.traits, self.dtype, self.group)
         ):
-            model = load_model(
-                config, self.checkpoint, device=self.device, dtype=self.dtype, report=report
-            )
+            where: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
+            model = load_model(config, self.checkpoint, report=report, group=self.group, **where)
         self.strategies = {made.name: made for made in make_strategies(self.traits)}
-        with self._stage("profile", lambda: profile_advice(self.resolved)):
-            backend, buckets, cache_aside, room = self._profile(config, model)
-        with self._stage("kv", lambda: pool_advice(self.resolved)):
-            pool = self._create_pool(config, room, backend)
-            self.kv_bytes = pool.num_pages * page_bytes(backend.shape, self.traits.num_layers)
-        with self._stage("tables", lambda: pool_advice(self.resolved)):
-            tables = self._create_tables(pool, in_pieces=decides_in_pieces(model))
-            for strategy in self.strategies.values():
-                strategy.bind(self.resolved.max_rows, self.device)
-        self.limits = ExecutorLimits(
-            num_pages=pool.num_pages,
-            page_size=self.resolved.page_size,
-            max_rows=self.resolved.max_rows,
-            max_model_len=self.resolved.max_model_len,
-        )
-        program = StepProgram(
-            model=model,
-            backend=backend,
-            caches=pool.caches,
-            tables=tables,
-            strategies=tuple(self.strategies.values()),
-            cache_aside=cache_aside,
-        )
+        program, buckets = self._make_program(config, model)
         graphs = self._capture(program, buckets)
         self._runner = Runner(program, logit_chunk=self.resolved.logit_chunk, graphs=graphs)
 
@@ -141,6 +125,10 @@ class Worker:
     def collect(self, handle: StepHandle) -> Decisions:
         """Waits for a step's decisions."""
         return self._runner.collect(handle)
+
+    def close(self) -> None:
+        """Behind the last step: what other ranks could not take leave of."""
+        self._runner.close()
 
     def facts(self) -> dict[str, Any]:
         """The fields of EngineFacts that loading has found."""
@@ -163,7 +151,39 @@ class Worker:
             "tokenizer_dir": checkpoint.tokenizer_dir,
             "stage_seconds": dict(self.stage_seconds),
             "pooling": read_pool_facts(checkpoint, traits),
+            "kv_layout": read_layout(checkpoint, traits, self.dtype, resolved.page_size),
         }
+
+    def _make_program(
+        self, config: EngineConfig, model: CausalModel
+    ) -> tuple[StepProgram, list[Bucket]]:
+        """What a step runs on, and what of it is to be captured."""
+        with self._stage("profile", lambda: profile_advice(self.resolved)):
+            backend, buckets, cache_aside, room = self._profile(config, model)
+        with self._stage("kv", lambda: pool_advice(self.resolved)):
+            pool = self._create_pool(config, room, backend)
+            self.kv_bytes = pool.num_pages * page_bytes(backend.shape, self._num_layers)
+            self.caches = pool.caches
+        with self._stage("tables", lambda: pool_advice(self.resolved)):
+            tables = self._create_tables(pool, in_pieces=decides_in_pieces(model))
+            for strategy in self.strategies.values():
+                strategy.bind(self.resolved.max_rows, self.device)
+        self.limits = ExecutorLimits(
+            num_pages=pool.num_pages,
+            page_size=self.resolved.page_size,
+            max_rows=self.resolved.max_rows,
+            max_model_len=self.resolved.max_model_len,
+        )
+        program = StepProgram(
+            model=model,
+            backend=backend,
+            caches=pool.caches,
+            tables=tables,
+            strategies=tuple(self.strategies.values()),
+            cache_aside=cache_aside,
+            stage=self.group.stage,
+        )
+        return program, buckets
 
     @contextmanager
     def _stage(self, name: str, advice: Callable[[], str] | None = None) -> Iterator[None]:
@@ -178,25 +198,6 @@ class Worker:
                 raise
             raise start_up_shortage(advice(), self.device, free) from error
         self.stage_seconds[name] = time.monotonic() - began
-
-    def _open_device(self, config: EngineConfig) -> None:
-        self.device = pick_device(config.device)
-        self.overlaps = self.device.type == "cuda"
-        if self.overlaps:
-            torch.cuda.set_device(self.device)
-            # float32 means IEEE float32 here, whatever the process chose before.
-            torch.set_float32_matmul_precision("highest")
-            self._tell_kernel_fault()
-
-    def _tell_kernel_fault(self) -> None:
-        fault = kernel_fault(self.device)
-        if fault is not None:
-            _LOG.warning(
-                "no Triton kernels on %s: plain torch computes instead, without CUDA graphs, and"
-                " short steps take several times longer; %s",
-                torch.cuda.get_device_name(self.device),
-                fault,
-            )
 
     def _resolve_dtype(self, config: EngineConfig) -> torch.dtype:
         cuda = self.device.type == "cuda"
@@ -215,26 +216,25 @@ class Worker:
 
         Where a kernel turns out not to work on this device, everything is chosen anew without any.
         """
-        backend = self._create_backend(config)
+        backend, stage = self._create_backend(config), self.group.stage
         buckets = self._list_buckets(config, backend, decides_in_pieces(model))
         cache_aside = self._create_cache_aside(backend)
         try:
-            room = find_room(config, self.resolved, model, backend, self.device, buckets)
+            room = find_room(config, self.resolved, model, backend, self.device, buckets, stage)
         except Exception as error:
             known = kernel_fault(self.device) is not None
             if known or is_out_of_memory(error) or not is_kernel_failure(error):
                 raise
-            give_up_kernels(self.device, in_one_line(error))
+            give_up_together(self.device, self.group, error)
         else:
             return backend, buckets, cache_aside, room
-        self._tell_kernel_fault()
         return self._profile(config, model)
 
     def _create_backend(self, config: EngineConfig) -> AttentionBackend:
         traits = self.traits
         shape = AttentionShape(
-            num_heads=traits.num_heads,
-            num_kv_heads=traits.num_kv_heads,
+            num_heads=traits.num_heads // self.group.size,
+            num_kv_heads=max(1, traits.num_kv_heads // self.group.size),
             head_dim=traits.head_dim,
             page_size=self.resolved.page_size,
             dtype=self.dtype,
@@ -251,13 +251,17 @@ class Worker:
         """What is captured; nothing where there are no graphs or none are wanted."""
         if self.device.type != "cuda" or config.enforce_eager or not backend.capturable:
             return []
+        if self.group.stage.count > 1:
+            _LOG.info("no CUDA graphs: the steps of a pipeline's stages are launched one by one")
+            return []
         return buckets_of(self.traits, self.resolved, self.strategies.values(), in_pieces)
 
     def _capture(self, program: StepProgram, buckets: Sequence[Bucket]) -> StepGraphs | None:
         if not buckets:
             return None
-        with self._stage("graphs"):
-            return capture_steps(program, buckets, self.resolved.logit_chunk, self._report)
+        chunk, is_alone = self.resolved.logit_chunk, self.group.size == 1
+        with self._stage("graphs", graphs_advice):
+            return capture_steps(program, buckets, chunk, self._report, is_alone=is_alone)
 
     def _create_cache_aside(self, backend: AttentionBackend) -> LayerCache | None:
         """One layer's keys and values of a step; None for models whose spans use the pages only."""
@@ -268,7 +272,7 @@ class Worker:
         return backend.empty_cache(num_pages, self.device)
 
     def _create_pool(self, config: EngineConfig, room: KVRoom, backend: AttentionBackend) -> KVPool:
-        resolved, num_layers = self.resolved, self.traits.num_layers
+        resolved, num_layers = self.resolved, self._num_layers
         if not self.traits.methods:
             return KVPool(backend, num_layers, no_pages(config), self.device)
         num_pages = count_pages(
@@ -279,6 +283,7 @@ class Worker:
             page_size=resolved.page_size,
             max_rows=resolved.max_rows,
         )
+        num_pages = min(self.group.all_of(num_pages))
         return KVPool(backend, num_layers, num_pages, self.device)
 
     def _create_tables(self, pool: KVPool, *, in_pieces: bool) -> RowTables:

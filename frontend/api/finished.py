@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidemill.runtime.errors import InternalError, Unavailable
+from tidemill.runtime.errors import Unavailable
 
 
 def check_finished(finish_reason: str) -> None:
@@ -13,5 +13,3 @@ def check_finished(finish_reason: str) -> None:
             reason="ABORTED",
             retry_after_ms=1000,
         )
-    if finish_reason == "error":
-        raise InternalError("the engine failed while it computed this request")

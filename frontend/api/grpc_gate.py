@@ -6,26 +6,20 @@ handler, in the task of its call; what the gate said travels in a context variab
 
 from __future__ import annotations
 
-import inspect
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import grpc
 
+from frontend.api.grpc_around import around
+from frontend.api.grpc_ingress import HEALTH, PROBES, arrival
 from frontend.gate import Admitted, Gate
 from tidemill.runtime.errors import ServiceError
 from tidemill.runtime.rpc import abort
-from tidemill.security.addresses import peer_address
 
-_LOG = logging.getLogger("tidemill.frontend.grpc")
-_HEALTH = "/grpc.health.v1.Health/"
-_OIP = "/inference.GRPCInferenceService/"
-_OPEN = frozenset({f"{_OIP}ServerLive", f"{_OIP}ServerReady"})
-"""Yes or no, for probes."""
 _ADMITTED: ContextVar[Admitted | None] = ContextVar("admitted", default=None)
-_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 def admitted() -> Admitted | None:
@@ -33,49 +27,31 @@ def admitted() -> Admitted | None:
     return _ADMITTED.get()
 
 
-def client_of(gate: Gate, context: Any, metadata: dict[str, str]) -> str:
-    """The client's address."""
-    return gate.client(peer_address(context.peer()), metadata.get("x-forwarded-for", ""))
+def admit(gate: Gate) -> None:
+    """Lets the call of this task in, or one more request of it. Raises as the gate does."""
+    call = arrival()
+    shown = call.metadata.get("authorization", ""), call.metadata.get("x-api-key", "")
+    said = gate.admit(call.client, *shown)
+    call.caller = said.caller
+    _ADMITTED.set(said)
 
 
 class GateInterceptor(grpc.aio.ServerInterceptor):
-    """Inside of no other one, so that nothing is parsed for strangers."""
+    """Inside of the ingress and outside of everything else. What strangers send is not parsed."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
-        method = details.method
-        if handler is None or method.startswith(_HEALTH) or method in _OPEN:
+        if handler is None or details.method.startswith(HEALTH) or details.method in PROBES:
             return handler
-        kind = next(kind for kind in _KINDS if getattr(handler, kind) is not None)
-        return handler._replace(**{kind: self._gated(getattr(handler, kind), method)})
+        return around(handler, self._admitted, parses_inside=True)
 
-    def _gated(
-        self, behaviour: Callable[[Any, Any], Any], method: str
-    ) -> Callable[[Any, Any], Any]:
-        async def generate(given: Any, context: Any) -> AsyncIterator[Any]:
-            await self._admit(context, method)
-            async for answer in behaviour(given, context):
-                yield answer
-
-        async def answer(given: Any, context: Any) -> Any:
-            await self._admit(context, method)
-            answer: Awaitable[Any] = behaviour(given, context)
-            return await answer
-
-        return generate if inspect.isasyncgenfunction(behaviour) else answer
-
-    async def _admit(self, context: Any, method: str) -> None:
-        metadata = {k: v for k, v in context.invocation_metadata() if isinstance(v, str)}
-        client = client_of(self._gate, context, metadata)
+    @asynccontextmanager
+    async def _admitted(self, context: Any) -> AsyncIterator[None]:
         try:
-            said = self._gate.admit(
-                client, metadata.get("authorization", ""), metadata.get("x-api-key", "")
-            )
+            admit(self._gate)
         except ServiceError as refused:
-            _LOG.info("%s %s", method, refused.reason, extra={"client": client})
             await abort(context, refused)
-        else:
-            _ADMITTED.set(said)
+        yield

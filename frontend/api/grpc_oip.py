@@ -5,11 +5,11 @@ ModelStreamInfer is Triton's extension: each request of the stream is answered i
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+import itertools
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import grpc
-from google.protobuf.message_factory import GetMessageClass
 
 from frontend.api.finished import check_finished
 from frontend.api.grpc_text import TextServicer
@@ -32,16 +32,12 @@ from frontend.api.oip import (
     to_asked,
     unpack,
 )
-from frontend.desk import FrontDesk
-from frontend.gate import Gate
 from frontend.request import Ingress
 from frontend.validation import check_streamed
 from tidemill import __version__
 from tidemill.oip import open_inference_pb2 as pb
-from tidemill.runtime.errors import InvalidRequest, ServiceError, Unsupported
-from tidemill.runtime.rpc import answering
+from tidemill.runtime.errors import InvalidRequest, ServiceError, Unauthenticated, Unsupported
 
-OIP_SERVICE = "inference.GRPCInferenceService"
 _FINAL = "triton_final_response"
 _ASKS_FINAL = "triton_enable_empty_final_response"
 _CONTENTS = {
@@ -59,7 +55,7 @@ _CONTENTS = {
 class OipServicer(TextServicer):
     """The methods of GRPCInferenceService, around the same ingress as TextService."""
 
-    service = OIP_SERVICE
+    contract: ClassVar[Any] = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 
     async def ServerLive(self, request: Any, context: Any) -> Any:
         """While the process runs."""
@@ -100,11 +96,15 @@ class OipServicer(TextServicer):
             return _response(request, answer)
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> None:
-        """One request after the other. One that fails says so and ends nothing."""
+        """One request after the other. One that fails says so and ends nothing, but a key that is
+        known no more ends the stream."""
+        numbers = itertools.count()
         while (request := await context.read()) is not grpc.aio.EOF:
             try:
-                with self._ingress("ModelStreamInfer", context) as (ingress, _):
+                with self._ingress("ModelStreamInfer", context, next(numbers)) as (ingress, _):
                     await self._stream_one(request, context, ingress)
+            except Unauthenticated:
+                raise
             except ServiceError as error:
                 failed = pb.ModelInferResponse(id=request.id, model_name=request.model_name)
                 message = pb.ModelStreamInferResponse(
@@ -151,31 +151,6 @@ class OipServicer(TextServicer):
         return to_asked(model.name, _tensors(request), kept), parameters
 
 
-def add_oip_service(desk: FrontDesk, server: grpc.aio.Server, gate: Gate) -> None:
-    """Registers GRPCInferenceService beside TextService."""
-    servicer, handlers = OipServicer(desk, gate), {}
-    for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
-        make = (
-            grpc.stream_stream_rpc_method_handler
-            if method.server_streaming
-            else grpc.unary_unary_rpc_method_handler
-        )
-        handlers[method.name] = make(
-            _guarded(getattr(servicer, method.name)),
-            request_deserializer=GetMessageClass(method.input_type).FromString,
-            response_serializer=GetMessageClass(method.output_type).SerializeToString,
-        )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(OIP_SERVICE, handlers),))
-
-
-def _guarded(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def call(request: Any, context: Any) -> Any:
-        async with answering(context):
-            return await method(request, context)
-
-    return call
-
-
 def _tensors(request: Any) -> list[Tensor]:
     raw = request.raw_input_contents
     if not raw:
@@ -201,7 +176,7 @@ def _tensor(one: Any) -> Tensor:
             f"{', '.join(_CONTENTS)}, or raw ({', '.join(NUMBERS)})",
             param=one.name,
         )
-    values = list(getattr(one.contents, field))
+    values = getattr(one.contents, field)
     return checked(Tensor(one.name, one.datatype, tuple(one.shape), values))
 
 

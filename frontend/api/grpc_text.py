@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-import grpc
-from google.protobuf.message_factory import GetMessageClass
+from typing import Any, ClassVar
 
 from frontend.api import grpc_text_convert as convert
-from frontend.api.grpc_gate import admitted, client_of
+from frontend.api.grpc_gate import admit, admitted
+from frontend.api.grpc_ingress import arrival, end_span, status_of, tell, trace_above
 from frontend.api.grpc_text_infill import to_infill_request
 from frontend.api.grpc_text_pieces import CHAT, TEXT, Form, Pieces, prompt_ids_of
 from frontend.api.grpc_text_pool import PoolMethods
@@ -27,15 +24,8 @@ from frontend.gate import Gate
 from frontend.generation import Generation
 from frontend.request import Ingress, TextRequest
 from frontend.validation import check_streamed
-from tidemill.runtime.errors import InvalidRequest, ServiceError
-from tidemill.runtime.rpc import answering
-from tidemill.telemetry import semconv
-from tidemill.telemetry.context import parse as parse_trace
-from tidemill.telemetry.tracer import Span
 from tidemill.v1 import text_pb2 as pb
 
-SERVICE = "tidemill.v1.TextService"
-_MAX_ID_CHARS = 128
 _MAX_SESSION_CHARS = 256
 _FOREVER_S = 1e8
 """time_remaining() of a call without a deadline is larger than this, or None."""
@@ -44,7 +34,7 @@ _FOREVER_S = 1e8
 class TextServicer(PoolMethods):
     """The methods of TextService."""
 
-    service = SERVICE
+    contract: ClassVar[Any] = pb.DESCRIPTOR.services_by_name["TextService"]
 
     def __init__(self, desk: FrontDesk, gate: Gate) -> None:
         self._desk = desk
@@ -124,93 +114,52 @@ class TextServicer(PoolMethods):
         return pb.InfillResponse(id=f"infill-{ingress.request_id}", text=result.text, usage=usage)
 
     @contextmanager
-    def _ingress(self, method: str, context: Any) -> Iterator[tuple[Ingress, convert.Metadata]]:
-        """The call's id, deadline and SERVER span, around its work."""
-        metadata = {k: v for k, v in context.invocation_metadata() if isinstance(v, str)}
-        given_id = metadata.get("x-request-id", "")
-        if len(given_id) > _MAX_ID_CHARS or not given_id.isprintable():
-            raise InvalidRequest(
-                f"the metadata x-request-id has {len(given_id)} characters; it must have at most "
-                f"{_MAX_ID_CHARS}, all of them printable",
-                param="x-request-id",
-            )
-        above = parse_trace(metadata.get("traceparent", ""), metadata.get("tracestate", ""))
-        span = self._desk.tracer.start(f"{self.service}/{method}", above)
+    def _ingress(
+        self, method: str, context: Any, number: int | None = None
+    ) -> Iterator[tuple[Ingress, convert.Metadata]]:
+        """A request's id, deadline and SERVER span, around its work.
+
+        `number` counts the requests of a stream: the gate is asked for each, and as the call does
+        not fail with one of them, a line says so. Raises Unavailable when it comes too late for
+        the drain.
+        """
+        call = arrival()
+        call.span = span = self._desk.tracer.start(call.method, trace_above(call.metadata))
         received, remaining = asyncio.get_running_loop().time(), context.time_remaining()
-        seconds = None if remaining is None or remaining > _FOREVER_S else remaining
-        known = admitted()
-        ingress = Ingress(
-            request_id=given_id or uuid.uuid4().hex,
-            received=received,
-            created=int(time.time()),
-            span=span,
-            deadline=self._desk.deadline(received, seconds),
-            session=metadata.get("x-session-id", "")[:_MAX_SESSION_CHARS],
-            asked=method,
-            client=client_of(self._gate, context, metadata),
-            caller=known.caller if known else "",
-            use=known.use if known else None,
-        )
+        limit_s = None if remaining is None or remaining > _FOREVER_S else remaining
+        deadline = self._desk.deadline(received, limit_s)
         failure: BaseException | None = None
         try:
-            yield ingress, metadata
+            self._desk.check_open()
+            if number:
+                admit(self._gate)
+            known = admitted()
+            yield (
+                Ingress(
+                    request_id=call.request_id + ("" if number is None else f"-{number}"),
+                    received=received,
+                    created=int(time.time()),
+                    span=span,
+                    deadline=deadline,
+                    session=call.metadata.get("x-session-id", "")[:_MAX_SESSION_CHARS],
+                    asked=method,
+                    client=call.client,
+                    caller=call.caller,
+                    use=known.use if known else None,
+                ),
+                call.metadata,
+            )
         except BaseException as caught:
             failure = caught
             raise
         finally:
-            seconds = asyncio.get_running_loop().time() - received
-            self._ended(f"{self.service}/{method}", span, failure, seconds)
-
-    def _ended(
-        self, method: str, span: Span, failure: BaseException | None, seconds: float
-    ) -> None:
-        """The end of a call's SERVER span; cancelled calls have one too."""
-        status = _status_of(failure)
-        attributes: semconv.Attributes = {
-            semconv.RPC_SYSTEM: "grpc",
-            semconv.RPC_METHOD: method,
-            semconv.RPC_STATUS: status,
-        }
-        error = None
-        if failure is not None:
-            attributes[semconv.ERROR_TYPE] = status
-            error = str(failure) or type(failure).__name__
-        span.end(attributes=attributes, error=error)
-        self._desk.metrics.rpc_duration.labels(method, status).observe(seconds)
-
-
-def add_text_service(desk: FrontDesk, server: grpc.aio.Server, gate: Gate) -> None:
-    """Registers TextService; every method answers errors the same way."""
-    servicer = TextServicer(desk, gate)
-    handlers = {}
-    for method in pb.DESCRIPTOR.services_by_name["TextService"].methods:
-        make = (
-            grpc.unary_stream_rpc_method_handler
-            if method.server_streaming
-            else grpc.unary_unary_rpc_method_handler
-        )
-        handlers[method.name] = make(
-            _guarded(getattr(servicer, method.name)),
-            request_deserializer=GetMessageClass(method.input_type).FromString,
-            response_serializer=GetMessageClass(method.output_type).SerializeToString,
-        )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-
-
-def _status_of(failure: BaseException | None) -> str:
-    if isinstance(failure, ServiceError):
-        return semconv.status_name(failure.grpc_code)
-    if isinstance(failure, asyncio.CancelledError | GeneratorExit):
-        return "CANCELLED"
-    return "OK" if failure is None else "INTERNAL"
-
-
-def _guarded(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def call(request: Any, context: Any) -> Any:
-        async with answering(context):
-            return await method(request, context)
-
-    return call
+            now = asyncio.get_running_loop().time()
+            status = status_of(failure, None if deadline is None else deadline - now)
+            error = None if failure is None else str(failure) or type(failure).__name__
+            end_span(span, call.method, status, error)
+            self._desk.metrics.rpc_duration.labels(call.method, status).observe(now - received)
+            if number is not None and failure is not None:
+                tell(call, status, now - received)
 
 
 def _frame(prefix: str, generation: Generation, ingress: Ingress) -> dict[str, Any]:
@@ -226,6 +175,7 @@ def _totals(generation: Generation, context: Any) -> dict[str, Any]:
     usage, timings = generation.usage, generation.timings
     context.set_trailing_metadata(
         (
+            *context.trailing_metadata(),
             ("x-usage-prompt-tokens", str(usage.prompt_tokens)),
             ("x-usage-completion-tokens", str(usage.output_tokens)),
             ("x-usage-cached-tokens", str(usage.cached_tokens)),

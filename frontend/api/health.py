@@ -53,7 +53,7 @@ def health_routes(desk: FrontDesk) -> APIRouter:
 
 
 def _health(desk: FrontDesk) -> dict[str, Any]:
-    model, load = desk.model, desk.engine.load
+    model, load = desk.model, desk.fleet.load
     facts = None if model is None else model.facts
     status, reasons = _verdict(desk)
     return {
@@ -61,21 +61,21 @@ def _health(desk: FrontDesk) -> dict[str, Any]:
         "reasons": reasons,
         "state": desk.state,
         "engine": {
-            "session": desk.engine.state,
+            "session": desk.fleet.state,
             "state": load.state or None,
             "address": desk.config.engine,
             "device": None if facts is None else facts.device,
         },
-        "model_loaded": model is not None and desk.engine.state != "connecting",
-        "last_error": None if desk.engine.state == "ready" else desk.engine.last_error,
-        "engines": desk.engine.told(),
+        "model_loaded": model is not None and desk.fleet.state != "connecting",
+        "last_error": None if desk.fleet.state == "ready" else desk.fleet.last_error,
+        "engines": desk.fleet.told(),
         "model": None if model is None else model.name,
         "replica": desk.replica,
         "requests": desk.num_live,
         "running": load.running,
         "waiting": load.waiting,
         "queue_size": load.waiting,
-        "queue_capacity": desk.engine.queue_capacity,
+        "queue_capacity": desk.fleet.queue_capacity,
         "memory_used_bytes": load.memory_used or None,
         "memory_total_bytes": load.memory_total or None,
         "kv_cache_usage": load.pages_used / max(1, load.pages_total),
@@ -87,11 +87,14 @@ def _health(desk: FrontDesk) -> dict[str, Any]:
 def _verdict(desk: FrontDesk) -> tuple[str, list[str]]:
     """healthy, degraded or unhealthy, and why."""
     if desk.state in ("starting", "stalled"):
-        return "unhealthy", [desk.engine.last_error]
-    load, reasons = desk.engine.load, []
+        return "unhealthy", [desk.fleet.last_error]
+    load, reasons = desk.fleet.load, []
     if desk.state == "draining":
         reasons.append("draining")
-    capacity = desk.engine.queue_capacity
+    members = desk.fleet.members
+    if away := sum(one.state not in ("ready", "leaving") for one in members):
+        reasons.append(f"{away} of {len(members)} engines take no requests")
+    capacity = desk.fleet.queue_capacity
     if capacity and load.waiting > FULL_QUEUE * capacity:
         reasons.append("the engine's queue is nearly full")
     if load.memory_total and load.memory_used > FULL_MEMORY * load.memory_total:

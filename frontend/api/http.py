@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 import orjson
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,6 +32,8 @@ from tidemill.telemetry.tracer import Span
 _LOG = logging.getLogger("tidemill.frontend.http")
 SEND_PIECE = "send_piece"
 """Of a request's state: how the pieces of a body are sent once its head is out."""
+CUT = "cut"
+"""Of a request's state: why its answer ended before it was whole, though its status was good."""
 HEALTH = frozenset(
     {
         "/health",
@@ -91,7 +93,7 @@ class IngressMiddleware:
             return
         request = Request(scope)
         path, status, state = scope["path"], 0, scope.setdefault("state", {})
-        began, span = asyncio.get_running_loop().time(), self._start_span(request)
+        span = self._start_span(request)
         given_id = request.headers.get("x-request-id", "")
         request_id = given_id if _is_id(given_id) else uuid.uuid4().hex
         began, client = asyncio.get_running_loop().time(), self._client(scope, request)
@@ -102,8 +104,10 @@ class IngressMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 names = (b"x-request-id", *([b"request-id"] if is_anthropic(path) else []))
-                ids = [(name, request_id.encode()) for name in names]
-                message["headers"] = with_safe([*message["headers"], *ids], self._safe)
+                ours = [(name, request_id.encode()) for name in names]
+                if self._desk.is_draining:  # the next request finds its way to somebody else
+                    ours.append((b"connection", b"close"))
+                message["headers"] = with_safe([*message["headers"], *ours], self._safe)
             await send(message)
 
         try:
@@ -126,17 +130,16 @@ class IngressMiddleware:
             self._log_end(request, _facts(request_id, span), client, status, seconds)
 
     def _start_span(self, request: Request) -> Span:
-        headers, path = request.headers, request.scope["path"]
-        above = parse_trace(headers.get("traceparent", ""), headers.get("tracestate", ""))
+        path = request.scope["path"]
+        above = parse_trace(_all_of(request, "traceparent"), _all_of(request, "tracestate"))
         if not path.startswith(("/v1/", "/v2/")) or request.method != "POST":
             return Span(self._desk.tracer, above)  # probes and scrapes are not traced
         return self._desk.tracer.start(f"{request.method} {path}", above)
 
     def _client(self, scope: Scope, request: Request) -> str:
         peer = scope.get("client")
-        return self._gate.client(
-            peer[0] if peer else "", request.headers.get("x-forwarded-for", "")
-        )
+        # A proxy may add a line of its own behind those that its caller made up.
+        return self._gate.client(peer[0] if peer else "", _all_of(request, "x-forwarded-for"))
 
     def _log_end(
         self, request: Request, facts: dict[str, Any], client: str, status: int, seconds: float
@@ -161,12 +164,16 @@ class IngressMiddleware:
             semconv.HTTP_METHOD: request.method,
             semconv.HTTP_ROUTE: route,
             semconv.URL_PATH: request.scope["path"],
-            semconv.HTTP_STATUS: status,
         }
         error = None
+        if status:
+            attributes[semconv.HTTP_STATUS] = status
         if not 0 < status < 500:
             attributes[semconv.ERROR_TYPE] = str(status or "cancelled")
             error = f"status {status}" if status else "the client left"
+        elif cut := request.scope["state"].get(CUT):
+            attributes[semconv.ERROR_TYPE] = cut
+            error = f"the answer ended early: {cut}"
         span.end(attributes=attributes, error=error, name=f"{request.method} {route}")
 
     def _ingress(self, request: Request, request_id: str, span: Span, client: str) -> Ingress:
@@ -212,6 +219,8 @@ def to_service_error(failure: Exception, request: Request) -> ServiceError:
     """What any exception of a route is to the client; a bug is logged with its trace."""
     if isinstance(failure, ServiceError):
         return failure
+    if isinstance(failure, ClientDisconnect):
+        return Cancelled("the client closed the connection before its request was whole")
     if isinstance(failure, HTTPException) and failure.status_code == 405:
         return MethodNotAllowed(f"{request.method} is not allowed for {request.url.path}")
     if isinstance(failure, HTTPException):
@@ -266,6 +275,11 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(
         f"the request body is larger than {max_bytes} bytes; send less, or raise --max-body-bytes"
     )
+
+
+def _all_of(request: Request, name: str) -> str:
+    """The values of a header that may come several times, with commas between (RFC 9110, 5.3)."""
+    return ",".join(request.headers.getlist(name))
 
 
 def _facts(request_id: str, span: Span) -> dict[str, str]:

@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,12 +26,14 @@ from frontend.desk import FrontDesk
 from frontend.generation import Generation
 from frontend.request import Ingress, TextRequest
 from frontend.served import ServedModel
+from frontend.validation import MAX_PROMPTS
 from tidemill.runtime.errors import InvalidRequest, NotFound, Unsupported
 
 VERSIONS = ("1",)
 PLATFORM = "tidemill"
 EXTENSIONS = ("binary_tensor_data", "generate", "model_stream_infer")
 TEXT_INPUTS = ("text_input", "prompt")
+MAX_DIMENSIONS = 8
 JSON_INPUT = "sampling_parameters"
 """A tensor, or a parameter, with parameters as a JSON object."""
 OUTPUTS = ("text_output", "finish_reason")
@@ -180,9 +183,11 @@ def check_outputs(wanted: Sequence[str]) -> Sequence[str]:
 
 
 def unpack(name: str, datatype: str, shape: tuple[int, ...], content: bytes) -> Tensor:
-    """A tensor of little-endian numbers, or of texts that each stand behind their length."""
+    """A tensor of texts that each stand behind their length, or of one little-endian number. More
+    of them than can be used are refused before they are read."""
     if datatype == "BYTES":
-        return checked(Tensor(name, datatype, shape, list(_texts(name, content))))
+        texts = list(islice(_texts(name, content), MAX_PROMPTS + 1))
+        return checked(Tensor(name, datatype, shape, texts))
     kind = NUMBERS.get(datatype)
     if kind is None:
         raise Unsupported(
@@ -194,6 +199,8 @@ def unpack(name: str, datatype: str, shape: tuple[int, ...], content: bytes) -> 
         raise InvalidRequest(
             f"{name} has {len(content)} bytes, which is no multiple of {size}", param=name
         )
+    if len(content) > size:
+        raise _no_parameter(name, len(content) // size)
     values = struct.unpack(f"<{len(content) // size}{kind}", content)
     return checked(Tensor(name, datatype, shape, values))
 
@@ -204,7 +211,18 @@ def pack(values: Sequence[bytes]) -> bytes:
 
 
 def checked(tensor: Tensor) -> Tensor:
-    """Raises InvalidRequest unless it has as many values as its shape says."""
+    """Raises InvalidRequest unless it has as many values as its shape says, and no more than can
+    be used."""
+    if len(tensor.shape) > MAX_DIMENSIONS:
+        raise InvalidRequest(
+            f"{tensor.name} has {len(tensor.shape)} dimensions; it may have {MAX_DIMENSIONS}",
+            param=tensor.name,
+        )
+    if len(tensor.values) > MAX_PROMPTS:
+        raise InvalidRequest(
+            f"{tensor.name} has more than {MAX_PROMPTS} values; send fewer in one request",
+            param=tensor.name,
+        )
     if math.prod(tensor.shape) != len(tensor.values) or min(tensor.shape, default=1) < 0:
         raise InvalidRequest(
             f"{tensor.name} has {len(tensor.values)} values, which do not make its shape "
@@ -233,17 +251,21 @@ def _texts(name: str, content: bytes) -> Any:
 def _parameter(tensor: Tensor) -> dict[str, Any]:
     """A tensor of one element stands for a parameter."""
     if len(tensor.values) != 1:
-        raise InvalidRequest(
-            f"the input {tensor.name[:80]} has {len(tensor.values)} values; a parameter has one, "
-            "and the text stands in text_input",
-            param=tensor.name[:80],
-        )
+        raise _no_parameter(tensor.name, len(tensor.values))
     value = tensor.values[0]
     if isinstance(value, bytes):
         value = _decoded(value, tensor.name)
     if tensor.name == "exclude_input_in_output":
         return {"echo": not value}
     return {tensor.name: value}
+
+
+def _no_parameter(name: str, num_values: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"the input {name[:80]} has {num_values} values; a parameter has one, and the text stands "
+        "in text_input",
+        param=name[:80],
+    )
 
 
 def _with_json(given: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pydantic import Field, StrictInt, StrictStr
 from starlette.responses import Response
 
 from frontend.api.http import JsonResponse
-from frontend.api.oip import VERSIONS, Answer, Tensor, checked, pack, unpack
+from frontend.api.oip import MAX_DIMENSIONS, VERSIONS, Answer, Tensor, checked, pack, unpack
 from frontend.api.openai_request import parse
 from frontend.api.openai_schema import Body
 from tidemill.runtime.errors import InvalidRequest
@@ -30,7 +30,7 @@ class InputBody(Body):
 
     name: StrictStr
     datatype: StrictStr
-    shape: list[StrictInt] = Field(max_length=8)
+    shape: list[StrictInt] = Field(max_length=MAX_DIMENSIONS)
     parameters: dict[str, Any] | None = None
     values: list[Any] | None = Field(default=None, alias="data")
 

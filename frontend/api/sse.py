@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from frontend.api.envelopes import openai_error
-from frontend.api.http import SEND_PIECE, unless_gone
+from frontend.api.http import CUT, SEND_PIECE, unless_gone
 from tidemill.runtime.errors import Cancelled, InternalError, ServiceError
 
 _LOG = logging.getLogger("tidemill.frontend.http")
@@ -72,12 +72,16 @@ class EventStream(Response):
         async with aclosing(self._events):
             try:
                 send_piece = scope.get("state", {}).get(SEND_PIECE, send)
-                await unless_gone(receive, self._deliver(send, send_piece))
+                failure = await unless_gone(receive, self._deliver(send, send_piece))
+                if failure is not None:
+                    scope.setdefault("state", {})[CUT] = failure.reason.lower()
             except Cancelled:
                 if not self._has_begun:
                     raise  # counted as a request that got no answer
+                scope.setdefault("state", {})[CUT] = "cancelled"
 
-    async def _deliver(self, send: Send, send_piece: Send) -> None:
+    async def _deliver(self, send: Send, send_piece: Send) -> ServiceError | None:
+        """What ended the stream where it had begun."""
         first = await anext(self._events, b"")
         self._has_begun = True
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -92,3 +96,4 @@ class EventStream(Response):
             _LOG.exception("a stream failed")
             failure = InternalError(f"{type(bug).__name__}: {bug}")
         await send({"type": "http.response.body", "body": self._end(failure), "more_body": False})
+        return failure

@@ -44,7 +44,7 @@ class DnsDiscovery:
             try:
                 async with asyncio.timeout(max(10.0, self._poll_s)):
                     addresses = await self._resolve(self._name, self._port)
-            except (OSError, TimeoutError) as failure:
+            except (OSError, TimeoutError, UnicodeError) as failure:  # the last: no name at all
                 error = f"cannot resolve {self._name}: {failure or 'no answer'}"
                 if error != self.last_error:
                     _LOG.warning(error)

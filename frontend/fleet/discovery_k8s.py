@@ -44,7 +44,8 @@ def addresses_of(slices: list[dict[str, Any]], port: str) -> frozenset[str]:
 
 
 class KubernetesDiscovery:
-    """Lists the slices, then watches from that version on; lists anew when the version is gone."""
+    """Lists the slices, then watches from that version on; lists anew when that fails, or when the
+    version is gone."""
 
     def __init__(self, namespace: str, service: str, port: str) -> None:
         self._namespace, self._port = namespace, port
@@ -62,17 +63,16 @@ class KubernetesDiscovery:
                 try:
                     if not self._version:
                         await self._list(api)
+                        self.last_error = ""
                         yield self._addresses()
-                    self.last_error = ""
                     async with kubernetes.watch.Watch(return_type="object") as watch:
                         async for _ in self._follow(api, watch):
                             yield self._addresses()
                 except Exception as failure:  # of aiohttp, of the API, of JSON: ask again
-                    if getattr(failure, "status", None) == _GONE:
-                        self._version = ""
-                        continue
-                    self._failed(failure)
-                    await asyncio.sleep(_PAUSE_S)
+                    self._version = ""  # an event may be lost, or be one that cannot be read
+                    if getattr(failure, "status", None) != _GONE:
+                        self._failed(failure)
+                        await asyncio.sleep(_PAUSE_S)
 
     def _addresses(self) -> frozenset[str]:
         return addresses_of(list(self._slices.values()), self._port)

@@ -19,6 +19,7 @@ from frontend.fleet.prefixes import Prefixes
 from frontend.fleet.routing import POLICIES
 from frontend.fleet.same_model import common_facts
 from frontend.fleet.views import RequestView
+from frontend.liveness import checked_silence
 from frontend.messages import EngineFacts, Load
 from frontend.rounds import Rounds
 from tidemill.runtime.errors import Overloaded, ServiceError, Unavailable
@@ -44,8 +45,11 @@ class Fleet:
         *,
         routing: str,
         dial: Dialing,
+        silence_s: float,
         load_model: LoadModel,
     ) -> None:
+        """An engine that is silent for `silence_s` is gone; InvalidRequest for too few."""
+        self._silence_s = checked_silence(silence_s)
         self._discovery = discovery
         self._policy = POLICIES[routing]
         self._dial = dial
@@ -56,7 +60,10 @@ class Fleet:
         self._adopting = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
-        self._number = 0
+        self._numbers = Counter[bool]()
+        """Of requests, by what `pick` was asked for: turns among either see every number."""
+        self.is_closing = False
+        """Nothing is sent to another engine any more."""
         self.live: Counter[str] = Counter()
         """Requests that engines have, by the fairness key of their client. Written by routes."""
         self.prefixes = Prefixes() if routing == "prefix_affinity" else None
@@ -67,6 +74,12 @@ class Fleet:
             asyncio.create_task(self._discover(), name="engine-discovery"),
             asyncio.create_task(self._tick(), name="fleet"),
         ]
+
+    def cut_short(self, error: ServiceError) -> None:
+        """Every live request ends with `error`, behind what has arrived of it."""
+        self.is_closing = True
+        for one in self._members.values():
+            one.client.cut_short(error)
 
     async def close(self) -> None:
         """Ends all sessions; live requests fail."""
@@ -87,7 +100,7 @@ class Fleet:
     def state(self) -> str:
         """ready while one engine takes requests; else stalled if one is silent, draining if one
         finishes its own, or connecting."""
-        states = {one.state for one in self._members.values()}
+        states = {one.state for one in self._members.values() if one.role != "prefill"}
         if states & {"ready", "ejected"}:
             return "ready"
         if "silent" in states:
@@ -123,8 +136,8 @@ class Fleet:
         ]
         if self._discovery.last_error:
             troubles.append(self._discovery.last_error)
-        if not self._members and not troubles:
-            troubles.append("no engine is known yet")
+        if not troubles and all(one.role == "prefill" for one in self.members):
+            troubles.append("no engine that generates is known yet")
         return "; ".join(dict.fromkeys(troubles))
 
     async def wait_ready(self, timeout_s: float) -> bool:
@@ -176,11 +189,12 @@ class Fleet:
         request: Callable[[int], RequestView],
         *,
         but_not: Callable[[Member], bool],
+        prefills: bool = False,
     ) -> Member:
         """The engine for a request that may not go to some. `request` gets its number. Raises
         Unavailable when there is none."""
         self.check_ready()
-        members = {one.client.address: one for one in self.usable() if not but_not(one)}
+        members = {one.client.address: one for one in self.usable(prefills) if not but_not(one)}
         if not members:
             raise Unavailable(
                 "no other engine takes this request; try again shortly",
@@ -189,15 +203,16 @@ class Fleet:
             )
         views = [one.view() for one in members.values()]
         roomy = [one for one in views if not one.is_full]
-        self._number += 1
-        chosen = self._policy(roomy or views, request(self._number))
+        self._numbers[prefills] += 1
+        chosen = self._policy(roomy or views, request(self._numbers[prefills]))
         return members[chosen.address]
 
-    def usable(self) -> list[Member]:
-        """Those that are ready; where all of them are ejected, ejected ones too."""
+    def usable(self, prefills: bool = False) -> list[Member]:
+        """Those that are ready; where all of them are ejected, ejected ones too. Either those that
+        generate, or those that compute prompts for them."""
+        members = [one for one in self._members.values() if (one.role == "prefill") is prefills]
         by_state = {
-            state: [one for one in self._members.values() if one.state == state]
-            for state in ("ready", "ejected")
+            state: [one for one in members if one.state == state] for state in ("ready", "ejected")
         }
         return by_state["ready"] or by_state["ejected"]
 
@@ -208,12 +223,16 @@ class Fleet:
         except ServiceError as failure:
             self._discovery.last_error = failure.message
             _LOG.error("engines cannot be found: %s", failure.message)
+        except Exception as bug:  # without a word, engines would just never come or go again
+            self._discovery.last_error = f"engines are not looked for: {type(bug).__name__}: {bug}"
+            _LOG.exception("engines are not looked for any more")
 
     def take(self, addresses: frozenset[str]) -> None:
         """New addresses join; those that are gone leave when they have finished."""
         for address in addresses - self._members.keys():
             client = EngineClient(
                 self._dial.dialer(address),
+                silence_s=self._silence_s,
                 rounds=self._rounds,
                 on_connected=self._adopt,
                 on_change=self._on_change,

@@ -38,6 +38,12 @@ class Member:
         return "ejected" if is_ejected else "ready"
 
     @property
+    def role(self) -> str:
+        """both, prefill or decode; both while it has not said."""
+        facts = self.client.facts
+        return "both" if facts is None else facts.role
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing of ours is there."""
         return not (self.client.num_slots or self.client.num_pooling)
@@ -67,6 +73,7 @@ class Member:
         return {
             "address": client.address,
             "state": self.state,
+            "role": self.role if is_open else None,
             "instance_id": client.instance_id if is_open else None,
             "last_error": None if self.state in ("ready", "leaving") else client.trouble,
             "running": load.running,

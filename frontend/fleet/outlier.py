@@ -1,7 +1,8 @@
 """When an engine that keeps failing gets no requests for a while. It does not know engines.
 
 One failure says little: the request may be at fault. Several in a row without a success between
-them eject the engine, each time for twice as long; a success forgets everything.
+them eject the engine, each time for twice as long; a success forgets everything. What was on its
+way when the engine was ejected does not count: it failed for the same reason.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ class Outlier:
 
     def failed(self, now: float) -> None:
         """A request failed and the engine is to blame."""
+        if self.is_ejected(now):
+            return
         self._num_failures += 1
         if self._num_failures >= _MOST_FAILURES:
             self._eject(now)
 
     def lost(self, now: float) -> None:
-        """An open session was lost."""
+        """An open session was lost, whatever number of requests with it."""
+        if self.is_ejected(now):
+            return
         self._num_losses += 1
         if self._num_losses >= _MOST_LOSSES:
             self._eject(now)

@@ -10,6 +10,7 @@ import asyncio
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from frontend.call import Call
 from frontend.engine_pool import PoolPrompt, pool_prompt
@@ -18,7 +19,13 @@ from frontend.fleet.member import Member
 from frontend.fleet.views import RequestView
 from frontend.messages import Sequence as EngineSequence
 from frontend.messages import Usage
-from tidemill.runtime.errors import InternalError, Overloaded, ServiceError, Unavailable
+from tidemill.runtime.errors import (
+    GenerationFailed,
+    InternalError,
+    Overloaded,
+    ServiceError,
+    Unavailable,
+)
 from tidemill.telemetry.context import TraceContext
 
 _MOST_LOSSES = 1
@@ -52,9 +59,17 @@ class Route:
         trace: TraceContext | None,
     ) -> Call:
         """Submits to the engine of this request, as long as that takes requests. Raises
-        Unavailable and Overloaded."""
-        member = self._choose(sequences[0].prompt, sequences[0].cache_salt)
-        return member.client.open(request_id, sequences, timeout_ms=timeout_ms, trace=trace)
+        Unavailable, and Overloaded when no engine reads."""
+        while True:
+            prompt, salt = sequences[0].prompt, sequences[0].cache_salt
+            member = self._choose(prompt, salt)
+            source = self._source_for(member, prompt, salt)  # of this engine, not of the one before
+            asked = [replace(one, kv_source=source) for one in sequences] if source else sequences
+            try:
+                return member.client.open(request_id, asked, timeout_ms=timeout_ms, trace=trace)
+            except Overloaded as full:
+                if not self._may_try(full) or not self._leaves(member, full):
+                    raise
 
     async def pool(
         self,
@@ -90,8 +105,16 @@ class Route:
         """Whether another engine may be asked after `error`, which came before anything else. Of a
         lost engine the same process may be asked again, where there is no other one."""
         member = self._member
-        if member is None or not isinstance(error, (Unavailable, Overloaded, InternalError)):
+        if member is None or self._fleet.is_closing or not self._may_try(error):
             return False
+        self._avoided[member.client.address] = error.facts.get("instance_id", "")
+        is_lost = "instance_id" in error.facts
+        if is_lost and not self._others():
+            await self._fleet.wait_ready(_WAIT_S)
+        return self._leaves(member, error)
+
+    def _may_try(self, error: ServiceError) -> bool:
+        """Whether it is an error of the engine, and has not come too often."""
         if isinstance(error, Overloaded):
             if self._is_overloaded:
                 return False
@@ -100,14 +123,17 @@ class Route:
             if self._num_losses >= _MOST_LOSSES:
                 return False
             self._num_losses += 1
+        elif not isinstance(error, Unavailable):
+            return False
         else:
             if self._num_refusals >= _MOST_REFUSALS:
                 return False
             self._num_refusals += 1
-        self._avoided[member.client.address] = error.facts.get("instance_id", "")
-        is_lost = "instance_id" in error.facts
-        if is_lost and not self._others():
-            await self._fleet.wait_ready(_WAIT_S)
+        return True
+
+    def _leaves(self, member: Member, error: ServiceError) -> bool:
+        """Whether the request goes from this engine to another one, if there is one."""
+        self._avoided.setdefault(member.client.address, "")
         if not self._others():
             return False
         if isinstance(error, InternalError):
@@ -127,11 +153,12 @@ class Route:
             self._fleet.live -= Counter([self._tenant])
         if self._member is None:
             return
-        now = asyncio.get_running_loop().time()
         if failure is None:
             self._member.outlier.succeeded()
-        elif isinstance(failure, InternalError) or _is_dead(failure):
-            self._member.outlier.failed(now)
+        elif isinstance(failure, GenerationFailed):
+            return  # the request is at fault, and nobody else's fails for it
+        elif isinstance(failure, InternalError):  # a loss is counted once, with its session
+            self._member.outlier.failed(asyncio.get_running_loop().time())
 
     def _others(self) -> bool:
         return any(not self._is_avoided(one) for one in self._fleet.usable())
@@ -144,18 +171,33 @@ class Route:
         """The request's engine; a search keeps it from round to round, where its pages are."""
         member = self._member
         if member is None or member.client.state != "ready":
-            prefixes = self._fleet.prefixes
-
-            def view(number: int) -> RequestView:
-                hits = {} if prefixes is None else prefixes.hits(packed, salt)
-                return RequestView(number, self._session, hits)
-
+            view = self._view_of(packed, salt)
             member = self._member = self._fleet.pick(view, but_not=self._is_avoided)
             member.num_routed += 1
             if not self._is_counted:
                 self._is_counted = True
                 self._fleet.live[self._tenant] += 1
         return member
+
+    def _source_for(self, member: Member, packed: bytes, salt: str) -> str:
+        """The address of a prefill engine, for a decode engine. '': there is none, or no need:
+        then the prompt is computed where it goes on."""
+        if member.role != "decode" or not self._fleet.usable(prefills=True):
+            return ""
+        view = self._view_of(packed, salt)
+        source = self._fleet.pick(view, but_not=lambda one: False, prefills=True)
+        source.num_routed += 1
+        return source.client.address
+
+    def _view_of(self, packed: bytes, salt: str) -> Callable[[int], RequestView]:
+        """What policies see of the request, by its number."""
+        prefixes = self._fleet.prefixes
+
+        def view(number: int) -> RequestView:
+            hits = {} if prefixes is None else prefixes.hits(packed, salt)
+            return RequestView(number, self._session, hits)
+
+        return view
 
 
 def _is_dead(failure: BaseException) -> bool:

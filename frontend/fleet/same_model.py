@@ -37,3 +37,17 @@ def _check_same(facts: EngineFacts, theirs: EngineFacts, address: str) -> None:
                 "frontend serve the same model",
                 reason="OTHER_MODEL",
             )
+    if {facts.role, theirs.role} == {"prefill", "decode"}:
+        _check_pair(facts, theirs, address)
+
+
+def _check_pair(facts: EngineFacts, theirs: EngineFacts, address: str) -> None:
+    """A prompt computed by one of them is continued by the other, from its KV pages."""
+    for name in ("weight_version", "dtype", "page_size", "block_length"):
+        ours, other = getattr(facts, name), getattr(theirs, name)
+        if ours != other:
+            raise FailedPrecondition(
+                f"its {name} is {ours!r}, and that of {address} is {other!r}; a prefill and a "
+                "decode engine need the same weights, number format and page size",
+                reason="KV_LAYOUT",
+            )

@@ -7,6 +7,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PACKAGES = ("tidemill", "frontend", "engine_service")
@@ -16,7 +17,7 @@ FUNCTION_LINES, INIT_LINES, RUNTIME_LINES = 50, 12, 540
 GENERATED = ("tidemill.v1.", "tidemill.oip.", "smg_grpc_proto.generated.")
 STUB_IMPORTERS = (
     (r"engine_service/server/convert(_\w+)?\.py", r"engine_pb2"),
-    (r"engine_service/server/(launch|sideline|servicer\w*)\.py", r"engine_pb2_grpc"),
+    (r"engine_service/server/(launch|sideline|servicer\w*|transfer_in)\.py", r"engine_pb2_grpc"),
     (r"engine_service/server/vllm_engine/convert_\w+\.py", r"(common|vllm_engine)_pb2(_grpc)?"),
     (r"frontend/engine_(client|convert|events|pool|slots)\.py", r"engine_pb2(_grpc)?"),
     (r"frontend/api/grpc_text\w*\.py", r"(engine|text)_pb2(_grpc)?"),
@@ -32,8 +33,8 @@ STUB_IMPORTERS = (
 
 OPTIONAL_WHEELS = {
     "flash_attn", "flash_attn_interface", "grpc_reflection", "huggingface_hub",
-    "kubernetes_asyncio", "opentelemetry", "sentencepiece", "smg_grpc_proto", "tokenizers", "tqdm",
-    "transformers",
+    "kubernetes_asyncio", "opentelemetry", "ray", "sentencepiece", "smg_grpc_proto", "tokenizers",
+    "tqdm", "transformers",
 }  # fmt: skip
 """What only some installations have, or only some runs need."""
 
@@ -129,6 +130,27 @@ def _imported(node: ast.AST) -> list[str]:
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
         return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def circular_imports(root: Path) -> list[str]:
+    """Which of two modules that import each other can be imported depends on who comes first."""
+    found = {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree.body
+        for name, tree in trees(root)
+    }
+    graph = {
+        module: {
+            one if one in found else one.rpartition(".")[0]
+            for node in body
+            for one in _imported(node)
+        }
+        for module, body in found.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as failure:
+        return [" imports ".join(reversed(failure.args[1]))]
     return []
 
 
@@ -228,7 +250,8 @@ def undocumented_fields(root: Path) -> list[str]:
 
 
 PICKLE_READERS = {
-    "engine_service/pipe.py": "a socket pair between processes of one start",
+    "engine_service/pipe.py": "a socket pair between processes of one start, or what ranks/link.py "
+    "found to be of the same start: every frame carries an HMAC under its secret",
     "frontend/template_pool.py": "pipes to processes of its own",
     "frontend/template_worker.py": "its parent's end of such a pipe",
 }

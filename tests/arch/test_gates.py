@@ -21,6 +21,7 @@ BREACHES: list[tuple[Gate, str, str]] = [
     (gates.stray_stubs, "frontend/a.py", "from tidemill.v1 import engine_pb2\n"),
     (gates.stray_stubs, "engine_service/server/convert.py", "import tidemill.v1.text_pb2\n"),
     (gates.stray_stubs, "frontend/a.py", "from smg_grpc_proto.generated import common_pb2\n"),
+    (gates.circular_imports, "frontend/a.py", "from frontend.a import b\n"),
     (gates.inner_imports, "frontend/a.py", "def f():\n    import json\n"),
     (gates.banned_words, "frontend/utils.py", "x = 1\n"),
     (gates.banned_words, "frontend/a.py", "def process_request(): ...\n"),

@@ -90,6 +90,15 @@ def test_closed(stack: dict[str, Any]) -> None:
 
 
 @every_stack
+@pytest.mark.parametrize("name", OURS)
+def test_what_is_written_has_a_place(stack: dict[str, Any], name: str) -> None:
+    service = stack["services"][name]
+    volumes = [volume.split(":")[1] for volume in service.get("volumes", [])]
+    assert flags.unwritable(name, [*service["tmpfs"], *volumes]) == []
+    assert flags.unwritable(name, volumes) != []
+
+
+@every_stack
 def test_files_and_names_exist(stack: dict[str, Any]) -> None:
     for name, service in stack["services"].items():
         for volume in service.get("volumes", []):

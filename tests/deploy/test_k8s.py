@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.deploy import manifests
+from tests.deploy import flags, manifests
 from tests.deploy.manifests import OVERLAYS, VERSIONS, Pod, Resource, name_of, of_kind, render
 
 MARGIN_S = 10
@@ -26,6 +26,12 @@ WANTED = {
     "multi-node": {"LeaderWorkerSet"},
     "replicas": {"HorizontalPodAutoscaler", "ScaledObject", "ServiceMonitor", "Role"},
 }
+NAME, COMPONENT = "app.kubernetes.io/name", "app.kubernetes.io/component"
+OUTSIDERS = (
+    ("metrics", {"kubernetes.io/metadata.name": "monitoring"}, {NAME: "prometheus"}),
+    ("grpc-admin", {}, {NAME: "tidemill", COMPONENT: "operator"}),
+)
+"""Ports of engines, and the labels of who may reach them: of the namespace, and of the pod."""
 every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
 
@@ -111,7 +117,8 @@ def test_pods_are_closed(overlay: str) -> None:
             name, _, tag = container["image"].partition(":")
             assert name in ("tidemill-frontend", "tidemill-engine")
             assert tag not in ("", "latest")
-            assert "/tmp" in {mount["mountPath"] for mount in container["volumeMounts"]}
+            mounted = [mount["mountPath"] for mount in container["volumeMounts"]]
+            assert flags.unwritable(name.removeprefix("tidemill-"), mounted) == []
 
 
 def drain_s(pod: Pod, resources: list[Resource]) -> float:
@@ -195,14 +202,20 @@ def admitted(resources: list[Resource], port: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "inference-pool"])
 def test_engines_are_for_frontends_alone(overlay: str) -> None:
     resources = render(overlay)
-    for port, component in (("grpc", "frontend"), ("grpc-admin", "operator")):
+    frontends = [pod for pod in manifests.pods(resources) if "frontend" in pod.owner]
+    for peer in admitted(resources, "grpc"):
+        labels = peer["podSelector"]["matchLabels"]
+        assert labels["app.kubernetes.io/component"] == "frontend"
+        assert "namespaceSelector" not in peer
+        assert len([pod for pod in frontends if pod.matches(labels)]) == 1
+    assert len(admitted(resources, "grpc")) == len(frontends)
+    # These pods are not ours: their labels are those that k8s/README.md names, and no others.
+    for port, namespace, labels in OUTSIDERS:
         peers = admitted(resources, port)
         assert peers
         for peer in peers:
-            labels = peer["podSelector"]["matchLabels"]
-            assert labels["app.kubernetes.io/component"] == component
-            assert "namespaceSelector" not in peer
-    assert all("namespaceSelector" in peer for peer in admitted(resources, "metrics"))
+            assert peer.get("namespaceSelector", {}).get("matchLabels", {}) == namespace
+            assert peer["podSelector"]["matchLabels"] == labels
 
 
 def test_a_pod_of_the_pool_shows_its_frontend_alone() -> None:
@@ -223,8 +236,9 @@ def test_tracks_of_a_canary_do_not_mix() -> None:
         }
         for rule in policy["spec"]["ingress"]:
             for peer in rule.get("from", []):
-                if "namespaceSelector" not in peer:
-                    assert peer["podSelector"]["matchLabels"]["tidemill/track"] == own
+                labels = peer["podSelector"]["matchLabels"]
+                if labels.get(COMPONENT) == "frontend":
+                    assert labels["tidemill/track"] == own
 
 
 def test_the_linter_is_content(tmp_path: Path) -> None:

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+from engine_service.nodes import node_of
+from frontend.api.grpc_oip import OipServicer
+from frontend.api.grpc_text import TextServicer
 from tests.deploy import flags, manifests
 from tests.deploy.manifests import OVERLAYS, ROOT, Resource, name_of, of_kind, render
 
+OF_FRONTENDS = {f"/{one.contract.full_name}/*" for one in (TextServicer, OipServicer)}
 every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
 
@@ -38,6 +42,24 @@ def test_flags_exist_and_name_the_ports(overlay: str) -> None:
             assert declared <= {getattr(config, name) for name in names}
     for _, config in configs(resources, "frontend"):
         assert config.drain_pause_s > 0
+
+
+def test_the_pods_of_a_group_share_its_ranks() -> None:
+    """As the product reads what they are told, with what LeaderWorkerSet adds."""
+    resources = render("multi-node")
+    (group,) = of_kind(resources, "LeaderWorkerSet")
+    size = group["spec"]["leaderWorkerTemplate"]["size"]
+    ranks: list[int] = []
+    for index, (container, config) in enumerate(configs(resources, "engine")):
+        own = {"LWS_LEADER_ADDRESS": "leader", "LWS_GROUP_SIZE": size, "LWS_WORKER_INDEX": index}
+        node = node_of(config, {name: str(value) for name, value in own.items()})
+        assert node is not None
+        assert node.index == index
+        assert len(node.ranks) == int(container["resources"]["limits"]["nvidia.com/gpu"])
+        ranks += node.ranks
+        (mount,) = (m for m in container["volumeMounts"] if m["name"] == "group")
+        assert config.group_token_file == f"{mount['mountPath']}/token"
+    assert ranks == list(range(config.tensor_parallel_size))
 
 
 @every_overlay
@@ -78,6 +100,8 @@ def test_scalers_scale_what_is_there_by_metrics_that_exist() -> None:
         (metric,) = re.findall(r"tidemill_(\w+)", query)
         assert f'"{metric}"' in code, f"no engine metric {metric}"
         assert set(re.findall(r'job="(.*?)"', query)) <= jobs
+        # Else the load of another installation scales this one.
+        assert re.findall(r'namespace="(.*?)"', query) == [engines["metadata"]["namespace"]]
 
 
 def test_every_monitor_scrapes_one_port() -> None:
@@ -103,15 +127,21 @@ def test_the_mesh_names_the_services_of_the_contract() -> None:
     resources = render("mesh")
     policies = {name_of(r): r["spec"] for r in of_kind(resources, "AuthorizationPolicy")}
     health = {"/grpc.health.v1.Health/*", "/metrics"}
-    for name, file in (("tidemill-engine", "engine.proto"), ("tidemill-frontend", "text.proto")):
+    for name, served in (
+        ("tidemill-engine", services_of("engine.proto")),
+        ("tidemill-frontend", OF_FRONTENDS),
+    ):
         paths = {
             path
             for rule in policies[name]["rules"]
             for to in rule["to"]
             for path in to["operation"].get("paths", [])
         }
-        assert paths - health == services_of(file)
+        assert paths - health == served
     rules = policies["tidemill-engine"]["rules"]
+    (moving,) = (rule for rule in rules if "KvTransfer" in str(rule["to"]))
+    assert moving["from"][0]["source"]["principals"] == ["*/ns/tidemill/sa/tidemill-engine"]
+    rules = [rule for rule in rules if rule is not moving]
     callers = {rule["to"][0]["operation"]["ports"][0]: rule["from"][0]["source"] for rule in rules}
     ((_, config),) = configs(resources, "engine")
     assert set(callers) == {
@@ -134,8 +164,9 @@ def test_the_pool_serves_what_the_picker_reads() -> None:
     ((_, config),) = configs(resources, "frontend")
     assert [target["number"] for target in pool["spec"]["targetPorts"]] == [config.http_port]
     assert chosen[0].labels["llm-d.ai/engine-type"] == config.metrics_alias == "vllm"
-    ((_, engine),) = configs(resources, "engine")
-    assert engine.drain_pause_s > config.drain_pause_s, "the frontend beside it still sends"
+    ((container, _),) = configs(resources, "engine")
+    # The only engine of a frontend: from when it says that it drains, the frontend refuses.
+    assert container["lifecycle"]["preStop"]["sleep"]["seconds"] > config.drain_pause_s
 
 
 def test_files_of_tls_are_mounted() -> None:
@@ -167,5 +198,6 @@ def test_routes_lead_somewhere(overlay: str) -> None:
                 found = there[backend.get("kind", "Service"), backend["name"]]
                 if "port" in backend:
                     assert backend["port"] in {port["port"] for port in found["spec"]["ports"]}
-            service = rule["matches"][0].get("method", {}).get("service")
-            assert service is None or f"/{service}/*" in services_of("text.proto")
+        if route["kind"] == "GRPCRoute":
+            (rule,) = route["spec"]["rules"]
+            assert {f"/{one['method']['service']}/*" for one in rule["matches"]} == OF_FRONTENDS

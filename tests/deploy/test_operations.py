@@ -15,6 +15,7 @@ from google.protobuf import descriptor_pool, json_format, message_factory
 from tests.deploy import flags
 from tidemill.bench.traffic.options import ServeOptions
 from tidemill.commands.key import KeyOptions
+from tidemill.commands.launcher_config import LauncherConfig
 from tidemill.runtime import options
 from tidemill.v1 import engine_pb2, text_pb2
 
@@ -84,7 +85,9 @@ def test_verbs_take_their_flags(words: list[str]) -> None:
 
 def test_flags_exist() -> None:
     known = {
-        options.flag_of(name) for kind in flags.KINDS.values() for name in options.settings_of(kind)
+        options.flag_of(name)
+        for kind in (*flags.KINDS.values(), LauncherConfig)
+        for name in options.settings_of(kind)
     }
     pages = "".join(page.read_text() for page in PAGES)
     prose = re.sub(r"^```\n.*?^```", "", pages, flags=re.MULTILINE | re.DOTALL)

@@ -161,8 +161,10 @@ def test_unknown_keyword_is_an_error() -> None:
 
 
 def test_what_cannot_work_yet_says_so(block: LLM) -> None:
-    with pytest.raises(Unsupported, match="tensor_parallel_size"):
-        LLM("demo", tensor_parallel_size=2)
+    with pytest.raises(Unsupported, match="tensor_parallel_size is 2, pass 1"):
+        LLM("demo", tensor_parallel_size=2, executor="simulated")
+    with pytest.raises(Unsupported, match="pipeline_parallel_size is 2, pass 1"):
+        LLM("demo", pipeline_parallel_size=2, executor="simulated")
     with pytest.raises(Unsupported, match="presence_penalty"):
         block.generate("x", SamplingParams(presence_penalty=1.0), use_tqdm=False)
 

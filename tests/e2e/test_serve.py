@@ -68,8 +68,8 @@ class Served:
 
 
 @contextmanager
-def serve(folder: Path, *argv: str) -> Iterator[Served]:
-    command = [sys.executable, "-m", "tidemill", "serve", *argv]
+def serve(folder: Path, *argv: str, verb: str = "serve") -> Iterator[Served]:
+    command = [sys.executable, "-m", "tidemill", verb, *argv]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         process = subprocess.Popen(command, env=environ, stdout=out, stderr=err)

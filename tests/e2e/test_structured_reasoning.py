@@ -39,7 +39,7 @@ BODY = {
 
 async def ask(stack: Stack, parser: str, **fields: Any) -> dict[str, Any]:
     async with frontend_for(stack.port, reasoning_parser=parser) as frontend:
-        assert await frontend.desk.engine.wait_ready(PATIENCE_S)
+        assert await frontend.desk.fleet.wait_ready(PATIENCE_S)
         async with http_client(f"http://{HOST}:{frontend.http_port}") as http:
             answer = await http.post("/v1/chat/completions", json={**BODY, **fields})
     assert answer.status_code == 200, answer.text

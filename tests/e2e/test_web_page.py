@@ -120,7 +120,7 @@ async def echo(tmp_path: Path) -> AsyncIterator[frontends.Stack]:
     fake, tokenizer = make_engine(tmp_path)
     write_tokenizer(tmp_path / "tokenizer", template=None)
     async with serving(fake) as port, frontend_for(port) as served:
-        assert await served.desk.engine.wait_ready(PATIENCE_S)
+        assert await served.desk.fleet.wait_ready(PATIENCE_S)
         yield frontends.Stack(fake, served, tokenizer)
 
 

@@ -60,6 +60,13 @@ class Setup:
     overlaps: bool = False
     """A step is launched before the one ahead of it is collected."""
     foreseen_tokens: int = 1 << 30
+    num_stages: int = 1
+    """As many steps of different rows are in flight."""
+
+    @property
+    def depth(self) -> int:
+        """As executors have it."""
+        return self.num_stages - 1 + self.overlaps
 
 
 class ToyEngine:
@@ -86,7 +93,7 @@ class ToyEngine:
             setup.num_pages, setup.page_size, setup.max_rows, setup.max_model_len
         )
         self.executor = ToyExecutor(
-            model, self.strategies, limits, shifts=shifts, overlaps=setup.overlaps
+            model, self.strategies, limits, shifts=shifts, depth=setup.depth
         )
         self.pages = PageManager(
             setup.num_pages, setup.page_size, prefix_caching=setup.prefix_caching
@@ -102,6 +109,7 @@ class ToyEngine:
                 max_queued_requests=setup.max_queued_requests,
                 age_bound_s=setup.age_bound_s,
                 foreseen_tokens=setup.foreseen_tokens,
+                num_cohorts=1 if setup.num_stages == 1 else setup.depth + 1,
             ),
             masks=self.masks,
             clock=lambda: self.now_ns,
@@ -174,7 +182,7 @@ class ToyEngine:
             assert tokens <= self.setup.token_budget
             assert sum(span.num_decided for span in plan.spans) <= self.setup.logit_budget
             self._flights.append((plan, self.executor.launch(plan)))
-        if self._flights and (plan is None or len(self._flights) > self.setup.overlaps):
+        if self._flights and (plan is None or len(self._flights) > self.setup.depth):
             self._collect()
         self.scheduler.check_integrity()
         self.collect_output()

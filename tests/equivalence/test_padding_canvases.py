@@ -185,8 +185,12 @@ def test_control_padding_that_touches_a_real_canvas_shows(
     spoil: Spoil, kind: dict, tmp_path: Path, seed: int
 ) -> None:
     write_llada(tmp_path, 7)
-    want = whole_canvas_tokens(make_llm(tmp_path, "sdpa"), seed, [kind])
-    llm = make_llm(tmp_path, "triton")
+    right, llm = make_llm(tmp_path, "sdpa"), make_llm(tmp_path, "triton")
     steps = pad_canvas_steps(llm, spoil)
     steps._buckets = [bucket for bucket in steps._buckets if bucket.tokens == 128]
-    assert whole_canvas_tokens(llm, seed, [kind]) != want
+    # Seen once: a spoilt step whose tokens were right all the same.
+    draws = range(seed, seed + 4)
+    assert any(
+        whole_canvas_tokens(llm, draw, [kind]) != whole_canvas_tokens(right, draw, [kind])
+        for draw in draws
+    )

@@ -173,6 +173,7 @@ def test_start_up_reports_stages_and_facts(models):
     assert list(facts["stage_seconds"]) == [
         "device",
         "checkpoint",
+        "ranks",
         "weights",
         "profile",
         "kv",

@@ -17,7 +17,7 @@ import grpc
 
 from tests.golden.contract import IMAGE, Contract, Frame, frame, stored, write_frames
 from tests.golden.peer import Heard, peer
-from tests.service.engine_fixtures import engine, session, stubs
+from tests.service.engine_fixtures import engine, pack, rest, session, spec, stubs
 from tests.service.frontends import frontend_for
 from tests.service.test_engine_kv_events import SMALL, real_engine, traffic
 from tests.waiting import PATIENCE_S
@@ -41,8 +41,7 @@ def write_image() -> None:
 
 async def raw_calls(port: int) -> None:
     """What a frontend does not ask by itself: pings, watched canvases, refusals, aborts."""
-    server: Any = type("Server", (), {"port": port})
-    async with stubs(server) as stub, session(stub) as client:
+    async with stubs(_at(port)) as stub, session(stub) as client:
         await client.send(ping=engine_pb2.Ping(nonce=7))
         await client.submit(1, 65, max_tokens=2, emit_canvas=True)
         await client.submit(2)
@@ -54,6 +53,10 @@ async def raw_calls(port: int) -> None:
         await client.first_token(4)
         await client.send(abort=engine_pb2.AbortHandles(handles=[4]))
         await client.drain(1, 2, 3, 4)
+        asked = engine_pb2.GenerateRequest(spec=spec(65, max_tokens=2, request_id="golden"))
+        await rest(stub.Generate(asked))
+        await stub.Abort(engine_pb2.AbortRequest(request_ids=["golden", "unknown"]))
+        await stub.Pool(engine_pb2.PoolRequest(prompt_token_ids=pack(65, 66), dimensions=2))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         info = engine_pb2_grpc.EngineInfoServiceStub(channel)
         watching = info.WatchState(engine_pb2.WatchStateRequest())
@@ -68,6 +71,9 @@ async def text_calls(port: int) -> None:
         await rest_of(client.generate_stream("ab", SamplingParams(max_tokens=30, stop="e")))
         await client.chat("hi", SamplingParams(max_tokens=2))
         await rest_of(client.chat_stream("hi", SamplingParams(max_tokens=2)))
+        await client.embed(["tide", "mill"])
+        await client.score([("tide", "mill")])
+        await client.rerank("tide", ["mill", "tidal"])
         await client.detokenize(await client.tokenize("hello"))
         await client.list_models()
         try:
@@ -95,6 +101,24 @@ async def kv_calls(contract: Contract, heard: Heard) -> None:
             following.cancel()
 
 
+async def last_words(contract: Contract, heard: Heard) -> None:
+    """What a session hears of a drain."""
+    async with (
+        engine() as server,
+        peer(server.port, contract, heard) as (port, _),
+        stubs(_at(port)) as stub,
+        session(stub) as client,
+    ):
+        server.desk.drain()
+        while (frame := await client.read()) is not None and not frame.HasField("draining"):
+            pass
+
+
+def _at(port: int) -> Any:
+    """What `stubs` needs of a server."""
+    return type("Server", (), {"port": port})
+
+
 async def rest_of(stream: Any) -> None:
     async for _ in stream:
         pass
@@ -116,8 +140,9 @@ async def record() -> list[Frame]:
         peer(frontend.grpc_port, contract, heard) as (public, _),
     ):
         await raw_calls(port)
-        assert await frontend.desk.engine.wait_ready(PATIENCE_S)
+        assert await frontend.desk.fleet.wait_ready(PATIENCE_S)
         await text_calls(public)
+    await last_words(contract, heard)
     await kv_calls(contract, heard)
     return frames
 

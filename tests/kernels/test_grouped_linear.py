@@ -104,6 +104,27 @@ def test_formats(way: str, dtype: torch.dtype, choice: str, seed: int) -> None:
 
 
 @ways
+@pytest.mark.parametrize("per_token", [1, 3])
+def test_experts_that_others_hold_add_nothing(way: str, per_token: int, seed: int) -> None:
+    """The parts of ranks that hold two, one and three of six experts add up to the whole; what
+    stands in memory where nobody has written is nobody's."""
+    torch.manual_seed(seed)
+    case = Case(19, 6, per_token, (24, 18), torch.float32)
+    poison = [torch.full((19 * per_token, 24), torch.nan, device=DEVICE) for _ in range(8)]
+    del poison
+    total = case.residual.clone()
+    for start, stop in ((0, 2), (2, 3), (3, 6)):
+        share = Case(19, 6, per_token, (24, 18), torch.float32)
+        share.residual, share.x, share.shares = torch.zeros_like(total), case.x, case.shares
+        share.experts = case.experts - start
+        share.gate_up, share.down = case.gate_up[start:stop], case.down[start:stop]
+        part = share.mixed(way)
+        assert error(case.residual + part, case.wanted()) > TOLERANCES[torch.float32]
+        total += part
+    assert error(total, case.wanted()) < TOLERANCES[torch.float32]
+
+
+@ways
 @pytest.mark.parametrize("tokens", [1, 17])
 @pytest.mark.parametrize("experts", [(1, 1), (5, 1), (9, 3)], ids=str)
 @pytest.mark.parametrize("sizes", [(8, 6), (34, 19)], ids=str)

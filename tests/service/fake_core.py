@@ -14,9 +14,9 @@ import sys
 import time
 from dataclasses import dataclass, field
 
+from engine_service.core.facts import EngineFacts
 from engine_service.core.messages import (
     Abort,
-    EngineFacts,
     Fatal,
     Finish,
     FinishReason,

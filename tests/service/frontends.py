@@ -96,5 +96,5 @@ async def stack(
     """Engine and frontend, connected."""
     fake, tokenizer = make_engine(folder, **(engine or {}))
     async with serving(fake) as port, frontend_for(port, **flags) as frontend:
-        assert await frontend.desk.engine.wait_ready(PATIENCE_S), frontend.desk.engine.last_error
+        assert await frontend.desk.fleet.wait_ready(PATIENCE_S), frontend.desk.fleet.last_error
         yield Stack(fake, frontend, tokenizer)

@@ -188,6 +188,7 @@ async def test_every_rpc_has_a_servicer_and_unserved_ones_are_named() -> None:
             "GetTokenizer",
             "WatchState",
             "Subscribe",
+            "Transfer",
         }
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             for service in kinds:

@@ -83,17 +83,17 @@ async def test_a_frontend_is_not_ready_while_its_engine_is_stalled(tmp_path: Pat
         engine(heartbeat_timeout_s=2.0) as server,
         frontend_for(server.port, tokenizer=str(tmp_path)) as frontend,
     ):
-        await until(lambda: frontend.desk.engine.state == "ready")
+        await until(lambda: frontend.desk.fleet.state == "ready")
         os.kill(server._rank.pid, signal.SIGSTOP)
         try:
-            await until(lambda: frontend.desk.engine.state != "ready")
+            await until(lambda: frontend.desk.fleet.state != "ready")
             assert frontend.desk.state == "stalled"
             async with http_client(f"http://127.0.0.1:{frontend.http_port}") as http:
                 assert (await http.get("/health/ready")).status_code == 503
                 assert (await http.get("/health")).json()["status"] == "unhealthy"
         finally:
             os.kill(server._rank.pid, signal.SIGCONT)
-        await until(lambda: frontend.desk.engine.state == "ready")
+        await until(lambda: frontend.desk.fleet.state == "ready")
 
 
 async def test_an_idle_core_is_heard_every_second() -> None:
@@ -127,6 +127,52 @@ async def test_a_core_that_cannot_go_on_ends_the_process(model: str) -> None:
     said = "illegal memory access" if model == "fake-broken" else "--hang-timeout-s"
     assert said in errors
     await until(lambda: not Path(f"/proc/{rank}").exists())
+
+
+async def test_an_engine_that_slept_with_its_core_goes_on() -> None:
+    """A frozen container, or Ctrl-Z: nobody was silent, nobody listened."""
+    flags = "model='fake', heartbeat_timeout_s=1.0, hang_timeout_s=2.0"
+    process = await asyncio.to_thread(_start, flags)
+    try:
+        assert process.stdout is not None
+        port, rank = map(int, (await asyncio.to_thread(process.stdout.readline)).split())
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            await asyncio.wait_for(until_serving(channel), PATIENCE_S)
+            for number, seconds in ((signal.SIGSTOP, 4.0), (signal.SIGCONT, 1.0)):
+                os.kill(process.pid, number)
+                await asyncio.sleep(0.1)  # it wakes up before its core
+                os.kill(rank, number)
+                await asyncio.sleep(seconds)
+            assert process.poll() is None, "it was taken for dead"
+            await asyncio.wait_for(until_serving(channel), PATIENCE_S)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_probes_see_an_event_loop_that_hangs() -> None:
+    """The port has threads of its own, and may not say what the loop said last."""
+    flags = {"heartbeat_timeout_s": 1.5, "hang_timeout_s": 3.0}
+    async with engine(metrics_port=0, **flags) as server:
+        url = f"http://127.0.0.1:{server.metrics_port}/health"
+        seen: dict[str, list[int]] = {"ready": [], "live": []}
+
+        def ask() -> None:
+            until_s = time.monotonic() + 4.0
+            while time.monotonic() < until_s:
+                for name, statuses in seen.items():
+                    statuses.append(httpx.get(f"{url}/{name}", timeout=PATIENCE_S).status_code)
+                time.sleep(0.05)
+
+        asking = asyncio.create_task(asyncio.to_thread(ask))
+        await asyncio.sleep(0.2)
+        time.sleep(3.6)  # noqa: ASYNC251 - the loop hangs
+        await asking
+        for name, statuses in seen.items():
+            assert (statuses[0], 503 in statuses) == (200, True), name
+        assert seen["live"].index(503) > seen["ready"].index(503)
+        await until_health(server, "readiness", SERVING)
+        assert not server.desk.dead.is_set(), "the loop is back"
 
 
 MAIN = """
@@ -188,7 +234,7 @@ async def test_a_frontend_pauses_too(tmp_path: Path) -> None:
         engine() as server,
         frontend_for(server.port, tokenizer=str(tmp_path), drain_pause_s=1.5) as frontend,
     ):
-        await until(lambda: frontend.desk.engine.state == "ready")
+        await until(lambda: frontend.desk.fleet.state == "ready")
         draining = asyncio.create_task(frontend.drain())
         await until(lambda: frontend.desk.is_draining)
         assert frontend.desk.state == "draining"

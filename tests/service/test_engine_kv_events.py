@@ -18,8 +18,8 @@ import zmq.asyncio
 
 from engine_service.core.journal import CacheCleared, KvEvents, PagesRemoved, PagesStored
 from engine_service.server import kv_feed
-from engine_service.server.kv_feed import KvFeed
-from engine_service.server.kv_zmq import block_hash
+from engine_service.server.kv_feed import KvBatch, KvFeed
+from engine_service.server.kv_zmq import REPLAY_BATCHES, KvPublisher, block_hash
 from engine_service.server.launch import EngineServer
 from tests.service.engine_fixtures import admin, kv_events, session, stubs
 from tests.service.test_engine_rank import real_engine
@@ -273,3 +273,26 @@ async def test_a_large_index_comes_in_pieces() -> None:
     assert [piece.gap for piece in pieces] == [True, False, False]
     assert [one for piece in pieces for one in piece.events] == held
     assert len({piece.seq for piece in pieces}) == 1
+
+
+async def test_a_replay_is_whole_however_slowly_it_is_read() -> None:
+    """More than ZeroMQ keeps for a reader by itself; the end's mark comes too."""
+    address, context = f"tcp://127.0.0.1:{free_port()}", zmq.asyncio.Context()
+    publisher = KvPublisher(f"tcp://127.0.0.1:{free_port()}", address, "")
+    stored = PagesStored((bytes(8),), b"", bytes(4096), 1024, "")
+    for number in range(REPLAY_BATCHES):
+        publisher.publish(KvBatch(number, 0.0, [stored]))
+    asking = context.socket(zmq.DEALER)
+    asking.set_hwm(10)
+    asking.connect(address)
+    await asking.send_multipart((b"", bytes(8)))
+    await asyncio.sleep(1)
+    numbers = []
+    async with asyncio.timeout(PATIENCE_S):
+        while not numbers or numbers[-1] != -1:
+            _, number, _ = await asking.recv_multipart()
+            numbers.append(int.from_bytes(number, "big", signed=True))
+    assert numbers == [*range(REPLAY_BATCHES), -1]
+    asking.close(linger=0)
+    await publisher.close()
+    context.term()

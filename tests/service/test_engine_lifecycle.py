@@ -29,6 +29,7 @@ from tests.service.engine_fixtures import (
     spec,
     stubs,
 )
+from tests.service.frontends import write_tokenizer
 from tests.waiting import PATIENCE_S, until
 from tidemill.runtime.errors import FailedPrecondition
 from tidemill.runtime.rpc import to_error
@@ -248,6 +249,11 @@ async def _end(process: Process, how: str) -> None:
         elif how == "twice":
             await _until_draining(process)
             process.popen.send_signal(signal.SIGTERM)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await rest(call)
+            error = to_error(caught.value)
+            assert (error.grpc_code, error.reason) == (14, "DRAIN_TIMEOUT")
+            assert error.retry_after_ms == 1000
             assert await process.wait() == 0
         elif how == "kill-rank":
             os.kill(process.rank_pid, signal.SIGKILL)
@@ -272,3 +278,29 @@ async def test_reflection_is_behind_a_flag() -> None:
             else:
                 assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
             call.cancel()
+
+
+async def test_a_server_whose_ticker_fails_does_not_look_well_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with engine() as server:
+        monkeypatch.setattr(server.desk.board, "observe", lambda *given, **more: 1 / 0)
+        await until(lambda: server.desk.dead.is_set())
+        assert server.desk.board.state is EngineState.ERROR
+        assert "ZeroDivisionError" in server.desk.board.snapshot.detail
+
+
+async def test_a_tokenizer_that_cannot_be_read_is_told_and_ends_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tokenizer(tmp_path)
+
+    def refused(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", refused)
+        async with engine(tokenizer=str(tmp_path)) as server, info(server) as stub:
+            with pytest.raises(grpc.aio.AioRpcError, match=r"tokenizer.*Permission denied") as told:
+                await rest(stub.GetTokenizer(pb.GetTokenizerRequest()))
+            assert to_error(told.value).reason == "TOKENIZER_UNREADABLE"

@@ -7,7 +7,8 @@ import asyncio
 import grpc
 import pytest
 
-from engine_service.core.messages import FinishReason
+from engine_service.core.messages import FinishReason, Submit
+from engine_service.server import session as session_file
 from tests.service.engine_fixtures import engine, session, spec, stubs
 from tests.waiting import PATIENCE_S, until
 from tidemill.runtime.rpc import to_error
@@ -110,6 +111,25 @@ async def test_refusals_name_the_field_and_touch_nobody_else() -> None:
         assert ends[3].code == 3
         assert "3 bytes" in ends[3].message
         assert (ends[4].code, ends[4].param) == (12, "adapter")
+        assert client.tokens[1] == list(range(10, 110))
+
+
+async def test_a_bug_in_reading_a_request_ends_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = session_file.to_submit
+
+    def broken(given: pb.GenerateSpec) -> Submit:
+        if given.cache_salt == "bug":
+            raise ZeroDivisionError("a bug")
+        return real(given)
+
+    monkeypatch.setattr(session_file, "to_submit", broken)
+    async with engine() as server, stubs(server) as stub, session(stub) as client:
+        await client.submit(1, 10, max_tokens=100)
+        await client.submit(2, 20, cache_salt="bug")
+        await client.drain(1, 2)
+        failed = client.ends[2][0]
+        assert (failed.code, failed.reason) == (13, "INTERNAL")
+        assert "ZeroDivisionError: a bug" in failed.message
         assert client.tokens[1] == list(range(10, 110))
 
 

@@ -64,12 +64,12 @@ async def test_a_frontend_with_a_certificate_gets_its_session(
     ]
     async with engine(**engine_flags(authority)) as server:
         async with before(server, tmp_path, **mine) as served:
-            assert await served.desk.engine.wait_ready(PATIENCE_S), served.desk.engine.last_error
+            assert await served.desk.fleet.wait_ready(PATIENCE_S), served.desk.fleet.last_error
             async with http_client(f"http://127.0.0.1:{served.http_port}") as client:
                 assert (await client.get("/v1/models")).status_code == 200
         for flags in refused:
             async with before(server, tmp_path, **flags) as served:
-                assert not await served.desk.engine.wait_ready(1.5), flags
+                assert not await served.desk.fleet.wait_ready(1.5), flags
         assert len(server.desk.sessions) == 0
 
 
@@ -82,8 +82,8 @@ async def test_a_session_is_opened_again_with_the_certificates_of_the_day(
     async with engine(**engine_flags(authority)) as server:
         port = server.port
         async with before(server, tmp_path, **mine) as served:
-            assert await served.desk.engine.wait_ready(PATIENCE_S)
-            (client,) = (one.client for one in served.desk.engine.members)
+            assert await served.desk.fleet.wait_ready(PATIENCE_S)
+            (client,) = (one.client for one in served.desk.fleet.members)
             first = client.instance_id
             renewed = Authority(tmp_path / "pki", "ca")  # the same paths
             frontend_flags(renewed)

@@ -39,7 +39,7 @@ class Fleet:
 
     def states(self) -> list[str]:
         """In the order of `engines`."""
-        told = {one["address"]: one["state"] for one in self.desk.engine.told()}
+        told = {one["address"]: one["state"] for one in self.desk.fleet.told()}
         return [told[f"127.0.0.1:{port}"] for port in self.engines]
 
     async def until_states(self, *states: str) -> None:
@@ -66,7 +66,7 @@ async def fleet(
         frontend = await FrontendServer.start(config)
         opened.push_async_callback(frontend.stop)
         served = Fleet(frontend, engines)
-        await until(lambda: len(served.desk.engine.told()) == num)
+        await until(lambda: len(served.desk.fleet.told()) == num)
         await served.until_states(*["ready"] * num)
         yield served
 
@@ -107,8 +107,8 @@ async def test_what_has_no_token_goes_elsewhere_and_the_client_sees_nothing(
         for answer in answers:
             assert "error" not in answer.text
         assert len(first.submits) == 4
-        assert sum(one["requests_routed"] for one in served.desk.engine.told()) == 6
-        await until(lambda: served.desk.num_live == served.desk.engine.num_slots == 0)
+        assert sum(one["requests_routed"] for one in served.desk.fleet.told()) == 6
+        await until(lambda: served.desk.num_live == served.desk.fleet.num_slots == 0)
 
         second.hold, first.hold_after, second.hold_after = False, 2, 2
         await served.until_states("ready", "ready")
@@ -197,19 +197,20 @@ async def test_the_same_model_or_none(tmp_path: Path) -> None:
         frontend = await FrontendServer.start(config)
         opened.push_async_callback(frontend.stop)
         served = Fleet(frontend, dict(zip((*ports, *later), engines, strict=True)))
-        await until(lambda: len(served.desk.engine.told()) == 3)
+        await until(lambda: len(served.desk.fleet.told()) == 3)
         await served.until_states("ready", "connecting", "connecting")
         engines[1].model_id = "other"
         for port, engine in zip(later, engines[1:], strict=True):
             await opened.enter_async_context(serving(engine, port))
-        await until(lambda: "its model is 'other'" in served.desk.engine.last_error)
-        await until(lambda: "the same engine as" in served.desk.engine.last_error)
+        await until(lambda: "its model is 'other'" in served.desk.fleet.last_error)
+        await until(lambda: "the same engine as" in served.desk.fleet.last_error)
         async with served.http() as client:
             for _ in range(3):
                 assert (await ask(client)).status_code == 200
             health = (await client.get("/health")).json()
             assert "its model is 'other'" in str(health["engines"])
-            assert (health["status"], health["state"]) == ("healthy", "ready")
+            assert (health["status"], health["state"]) == ("degraded", "ready")
+            assert health["reasons"] == ["2 of 3 engines take no requests"]
         assert not engines[1].submits
         engines[1].model_id = "fake"
         await served.until_states("ready", "ready", "connecting")
@@ -226,13 +227,13 @@ async def test_a_full_queue_goes_elsewhere_once_and_full_ones_shed_before_work(
         async with served.http() as client:
             for _ in range(3):
                 assert (await ask(client)).status_code == 200
-            assert len(engines[0].submits) == 1
+            assert len(engines[0].submits) in (1, 2), "turns go by address, and a retry is one"
             engines[1].hold = engines[2].hold = True
             held = asyncio.create_task(ask(client))
-            await until(lambda: served.desk.engine.num_slots == 1)
+            await until(lambda: served.desk.fleet.num_slots == 1)
             for engine in engines:
                 engine.waiting = 1
-            await until(lambda: served.desk.engine.load.waiting == 3)
+            await until(lambda: served.desk.fleet.load.waiting == 3)
             before = sum(len(one.submits) for one in engines)
             answer = await ask(client)
             assert answer.status_code == 429
@@ -249,9 +250,9 @@ async def test_a_full_queue_goes_elsewhere_once_and_full_ones_shed_before_work(
             assert answer.status_code == 200, "and about who has nothing there yet"
             engines[1].hold = engines[2].hold = True
             held = asyncio.create_task(ask(client))
-            await until(lambda: served.desk.engine.num_slots == 1)
+            await until(lambda: served.desk.fleet.num_slots == 1)
             engines[2].waiting = 0
-            await until(lambda: served.desk.engine.load.waiting == 2)
+            await until(lambda: served.desk.fleet.load.waiting == 2)
             engines[2].hold = False
             assert (await ask(client)).status_code == 200, "control: one has room"
             engines[1].hold = False
@@ -283,7 +284,7 @@ async def test_engines_join_and_leave_by_discovery(tmp_path: Path) -> None:
         running = [asyncio.create_task(ask(client)) for _ in range(2)]
         await until(lambda: first.live == second.live == 1)
         places = [f"127.0.0.1:{port}" for port in served.engines]
-        served.desk.engine.take(frozenset(places[1:]))
+        served.desk.fleet.take(frozenset(places[1:]))
         await served.until_states("leaving", "ready")
         second.hold_after = None
         for _ in range(3):
@@ -291,7 +292,7 @@ async def test_engines_join_and_leave_by_discovery(tmp_path: Path) -> None:
         assert len(first.submits) == 1
         first.hold_after = None
         assert [one.status_code for one in await asyncio.gather(*running)] == [200, 200]
-        await until(lambda: len(served.desk.engine.told()) == 1)
-        served.desk.engine.take(frozenset(places))
-        await until(lambda: len(served.desk.engine.told()) == 2)
+        await until(lambda: len(served.desk.fleet.told()) == 1)
+        served.desk.fleet.take(frozenset(places))
+        await until(lambda: len(served.desk.fleet.told()) == 2)
         await served.until_states("ready", "ready")

@@ -58,7 +58,7 @@ class Served:
 
     async def tell(self, number: int, *events: pb.KvEvent, **fields: Any) -> None:
         """A batch of an engine, and waits until the frontend has taken it in."""
-        feed, prefixes = self.feeds[number], self.frontend.desk.engine.prefixes
+        feed, prefixes = self.feeds[number], self.frontend.desk.fleet.prefixes
         assert prefixes is not None
         before = feed.num_told
         feed.told.put_nowait(pb.SubscribeResponse(events=events, **fields))
@@ -102,7 +102,7 @@ async def served(folder: Path) -> AsyncIterator[Served]:
         config = FrontendConfig(engine=where, routing="prefix_affinity", http_port=0, grpc_port=0)
         frontend = await FrontendServer.start(config)
         opened.push_async_callback(frontend.stop)
-        await until(lambda: frontend.desk.engine.num_open == 3)
+        await until(lambda: frontend.desk.fleet.num_open == 3)
         await until(lambda: all(feed.starts for feed in feeds))
         yield Served(frontend, engines, feeds)
 

@@ -29,7 +29,7 @@ async def test_clients_that_do_not_read_leave_nothing_behind(tmp_path: Path) -> 
         await absent.read_a_little(CLIENTS // 2)
         assert desk.num_live == CLIENTS
         await absent.vanish()
-        await until(lambda: engine.live == desk.num_live == desk.engine.num_slots == 0)
+        await until(lambda: engine.live == desk.num_live == desk.fleet.num_slots == 0)
         await until(lambda: len(asyncio.all_tasks()) <= before)
         assert engine.outcomes.count("aborted") == CLIENTS
         assert (await client.post("/v1/completions", json=body)).status_code == 200

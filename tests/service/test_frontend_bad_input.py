@@ -87,7 +87,7 @@ async def served(tmp_path: Path) -> Any:
         before = len(asyncio.all_tasks())
         yield running
         desk = running.frontend.desk
-        await until(lambda: running.engine.live == desk.num_live == desk.engine.num_slots == 0)
+        await until(lambda: running.engine.live == desk.num_live == desk.fleet.num_slots == 0)
         # Open connections only, no requests.
         await until(lambda: len(asyncio.all_tasks()) <= before + 4)
 

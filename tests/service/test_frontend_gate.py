@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +15,27 @@ import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from frontend.api.grpc_text import SERVICE
+from frontend.api.grpc_oip import OipServicer
+from frontend.api.grpc_text import TextServicer
 from frontend.api.routes import build_http
 from frontend.gate import Gate
 from tests.service.frontends import Stack, stack
 from tests.waiting import PATIENCE_S, until
 from tidemill.client import AsyncClient
 from tidemill.exchange import CallOptions
+from tidemill.oip import open_inference_pb2 as oip
+from tidemill.oip.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from tidemill.runtime import rpc
 from tidemill.runtime.errors import Unauthenticated
 from tidemill.sampling_params import SamplingParams
 from tidemill.security.keys import NewKey, new_key
-from tidemill.v1 import text_pb2
 
 WAIT = CallOptions(timeout_s=PATIENCE_S)
 SOME = SamplingParams(max_tokens=4)
 PROMPT = "whom nobody else may see"
 OPEN = {"/", "/health", "/health/live", "/health/ready", "/v1/health"}
 OPEN |= {"/v2/health/live", "/v2/health/ready"}
+PROBES = {"ServerLive", "ServerReady"}
 
 
 def written(folder: Path, *made: NewKey) -> str:
@@ -126,11 +131,16 @@ async def test_every_method_but_health_asks_for_a_key(tmp_path: Path) -> None:
         stack(tmp_path, **flags) as served,
         grpc.aio.insecure_channel(served.grpc_address) as channel,
     ):
-        methods = [
-            f"/{SERVICE}/{one.name}"
-            for one in text_pb2.DESCRIPTOR.services_by_name["TextService"].methods
-        ]
-        assert len(methods) > 8
+        methods = {
+            f"/{kind.contract.full_name}/{one.name}"
+            for kind in (TextServicer, OipServicer)
+            for one in kind.contract.methods
+        }
+        assert len(methods) > 15
+        probes = {f"/{OipServicer.contract.full_name}/{name}" for name in PROBES}
+        for method in probes:
+            assert await channel.unary_unary(method)(b"", timeout=PATIENCE_S)
+        methods -= probes
         for method in methods:
             for shown in ((), (("authorization", "Bearer tm-wrong"),)):
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -167,6 +177,47 @@ async def test_keys_come_and_go_while_the_frontend_runs(tmp_path: Path) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while (await status(old), await status(new)) != (401, 200):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
+
+
+async def test_every_request_of_a_stream_is_asked_about(tmp_path: Path) -> None:
+    """One call, many requests: each counts, and none is answered once the key is gone."""
+    kept, deleted = new_key("alice"), new_key("bob")
+    path = written(tmp_path, kept, deleted)
+    asked = oip.ModelInferRequest(
+        model_name="fake",
+        inputs=[
+            oip.ModelInferRequest.InferInputTensor(
+                name="text_input",
+                datatype="BYTES",
+                shape=[1],
+                contents=oip.InferTensorContents(bytes_contents=[b"c"]),
+            )
+        ],
+        parameters={"max_tokens": oip.InferParameter(int64_param=1)},
+    )
+    async with (
+        stack(tmp_path, api_keys_file=path, key_requests_per_minute=3) as served,
+        grpc.aio.insecure_channel(served.grpc_address) as channel,
+    ):
+        stub = GRPCInferenceServiceStub(channel)
+
+        async def answers(key: str) -> AsyncIterator[Any]:
+            call = stub.ModelStreamInfer(metadata=(("authorization", f"Bearer {key}"),))
+            while True:
+                await call.write(asked)
+                yield await call.read()
+
+        async with aclosing(answers(kept.key)) as stream, asyncio.timeout(PATIENCE_S):
+            said = [(await anext(stream)).error_message for _ in range(4)]
+            assert said[:3] == [""] * 3
+            assert "this key may use 3 requests per minute" in said[3]
+        async with aclosing(answers(deleted.key)) as stream, asyncio.timeout(PATIENCE_S):
+            assert not (await anext(stream)).error_message
+            written(tmp_path, kept)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                async for _ in stream:
+                    pass
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_who_asks_is_told_to_the_engine_and_nobody_takes_anothers_name(

@@ -25,7 +25,7 @@ HI = [{"role": "user", "content": "hi é"}]
 async def served(tmp_path: Path) -> Any:
     async with stack(tmp_path) as running:
         yield running
-        await until(lambda: running.frontend.desk.engine.num_slots == 0)
+        await until(lambda: running.frontend.desk.fleet.num_slots == 0)
 
 
 async def test_async_client(served: Stack) -> None:

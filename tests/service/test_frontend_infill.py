@@ -27,7 +27,7 @@ ASKED = {"prompt": "abc", "suffix": "<é>", "max_tokens": 7}
 async def served(tmp_path: Path) -> AsyncIterator[Stack]:
     async with stack(tmp_path, engine={"mask_token_id": MASK, "tokens_per_step": 3}) as running:
         yield running
-        await until(lambda: running.engine.live == running.frontend.desk.engine.num_slots == 0)
+        await until(lambda: running.engine.live == running.frontend.desk.fleet.num_slots == 0)
 
 
 @pytest.fixture

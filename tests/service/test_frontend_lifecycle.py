@@ -54,7 +54,8 @@ async def test_a_frontend_starts_without_its_engine(
                 assert answer.status_code == 503, path
                 assert answer.headers["retry-after"] == "1"
             assert (await client.get("/health/live")).status_code == 200
-            assert (await client.get("/metrics")).status_code == 200
+            metrics = (await client.get("/metrics")).text
+            assert 'tidemill_engine_up{model_name=""} 0.0' in metrics
             for stream in (False, True):
                 body = {"prompt": "a", "stream": stream}
                 answer = await client.post("/v1/completions", json=body)
@@ -70,6 +71,9 @@ async def test_a_frontend_starts_without_its_engine(
                 assert (await client.post("/v1/completions", json={"prompt": "a"})).is_success
                 assert (await client.get("/health")).status_code == 200
                 assert (await text.generate("ab")).text == "ab" * 8
+                metrics = (await client.get("/metrics")).text
+                ups = [one for one in metrics.splitlines() if one.startswith("tidemill_engine_up")]
+                assert ups == ['tidemill_engine_up{model_name="fake"} 1.0'], "nobody is missing"
 
 
 async def test_an_engine_killed_in_the_middle(tmp_path: Path) -> None:
@@ -187,7 +191,7 @@ async def test_a_reader_that_is_too_slow_loses_only_its_own_request(tmp_path: Pa
         await until(lambda: served.engine.outcomes == ["aborted"])
         async with AsyncClient(served.grpc_address) as client:
             assert (await client.generate("ab", SamplingParams(max_tokens=3))).text == "aba"
-        assert served.frontend.desk.engine.num_slots == 0
+        assert served.frontend.desk.fleet.num_slots == 0
         text = b""
         while chunk := await reader.read(1 << 20):
             text = (text + chunk)[-4000:]
@@ -207,14 +211,45 @@ async def test_draining_lets_running_requests_finish(tmp_path: Path) -> None:
         running = asyncio.create_task(client.post("/v1/completions", json=body))
         await until(lambda: served.engine.live == 1)
         drained = asyncio.create_task(served.frontend.drain())
-        await until(lambda: served.frontend.desk.state == "draining")
-        answer = await client.post("/v1/completions", json=body)
-        assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "draining"
+        async with AsyncClient(served.grpc_address) as text:
+            reason = ""
+            while not reason:
+                try:
+                    await text.generate("ab", SamplingParams(max_tokens=1))
+                except Unavailable as refused:
+                    reason = refused.reason
+        assert reason == "DRAINING"
+        with pytest.raises(httpx.ConnectError):
+            await client.post("/v1/completions", json=body)
         assert not drained.done()
         served.engine.hold_after = None
         assert (await running).json()["usage"]["completion_tokens"] == 60
         await asyncio.wait_for(drained, PATIENCE_S)
+
+
+async def test_what_outlives_a_drain_hears_so_behind_its_output(tmp_path: Path) -> None:
+    """Over both faces, with and without a token: UNAVAILABLE, and where to go."""
+    async with stack(tmp_path, engine={"hold_after": 3}, drain_timeout_s=0.2) as served:
+        body = {"prompt": "ab", "max_tokens": 60}
+        async with served.http() as http, AsyncClient(served.grpc_address) as text:
+            whole = asyncio.create_task(http.post("/v1/completions", json=body))
+            asked = http.build_request("POST", "/v1/completions", json=body | {"stream": True})
+            answer = await http.send(asked, stream=True)
+            stream = text.generate_stream("ab", SamplingParams(max_tokens=60))
+            assert (await anext(stream)).text
+            await until(lambda: served.engine.live == 3)
+            await served.frontend.drain()
+            stopping = asyncio.create_task(served.frontend.stop())
+            events = [line async for line in answer.aiter_lines() if line]
+            assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "drain_timeout"
+            assert events[-1] == "data: [DONE]"
+            assert (await whole).status_code == 503
+            assert (await whole).headers["retry-after"] == "1"
+            with pytest.raises(Unavailable, match="send the request to another one") as caught:
+                await consume(stream)
+            assert caught.value.retry_after_ms == 1000
+            await stopping
+        await until(lambda: served.engine.live == 0)
 
 
 async def test_a_busy_port_is_named_with_its_flag(tmp_path: Path) -> None:

@@ -113,6 +113,10 @@ async def test_addresses_behind_a_proxy_have_their_own_allowances(tmp_path: Path
                 headers = {"x-forwarded-for": f"9.9.9.9, {address}"}
                 answer = await client.get("/v1/models", headers=headers)
                 assert answer.status_code == status
+            for made_up, address, status in (("4.4.4.4", "1.1.1.1", 429), ("5", "6.6.6.6", 200)):
+                lines = [("x-forwarded-for", made_up), ("x-forwarded-for", address)]
+                answer = await client.get("/v1/models", headers=lines)
+                assert answer.status_code == status, "some proxies add a line of their own"
         async with grpc.aio.insecure_channel(served.grpc_address) as channel:
             ask = channel.unary_unary("/tidemill.v1.TextService/ListModels")
             with pytest.raises(grpc.aio.AioRpcError) as refused:

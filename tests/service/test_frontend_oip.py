@@ -9,12 +9,15 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from frontend.api.grpc_oip import OIP_SERVICE
+from frontend.api.grpc_oip import OipServicer
+from frontend.api.oip import unpack
 from tests.service.frontends import Stack, stack
 from tests.waiting import until
 from tidemill.oip import open_inference_pb2 as pb
 from tidemill.oip import open_inference_pb2_grpc as rpc
+from tidemill.runtime.errors import InvalidRequest
 from tidemill.runtime.rpc import to_error
 
 INFER = "/v2/models/fake/infer"
@@ -25,7 +28,7 @@ GENERATE = "/v2/models/fake/generate"
 async def served(tmp_path: Path) -> Any:
     async with stack(tmp_path) as running:
         yield running
-        await until(lambda: running.frontend.desk.engine.num_slots == 0)
+        await until(lambda: running.frontend.desk.fleet.num_slots == 0)
 
 
 @pytest.fixture
@@ -155,7 +158,7 @@ async def test_what_is_wrong_is_named(
     http: httpx.AsyncClient, asked: dict[str, Any], status: int, said: str
 ) -> None:
     answer = await http.post(INFER, json=asked)
-    assert answer.status_code == status
+    assert answer.status_code == status, answer.text
     assert said in answer.json()["error"]
 
 
@@ -247,6 +250,22 @@ async def test_refusals_over_grpc(stub: Any) -> None:
         assert to_error(caught.value).param == param
 
 
+@pytest.mark.parametrize(
+    ("datatype", "shape", "content", "said"),
+    [
+        ("BYTES", (1,) * 9, b"\x01\0\0\0a", "has 9 dimensions; it may have 8"),
+        ("BYTES", (2000,), bytes(8000), "more than 1024 values"),
+        ("UINT8", (5000,), bytes(5000), "has 5000 values; a parameter has one"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_it_is_read(
+    datatype: str, shape: tuple[int, ...], content: bytes, said: str
+) -> None:
+    """A product of a million sizes, or a million numbers, would hold up everybody."""
+    with pytest.raises(InvalidRequest, match=said):
+        unpack("x", datatype, shape, content)
+
+
 async def test_streams_go_on_after_a_request_that_fails(stub: Any) -> None:
     call = stub.ModelStreamInfer()
     for asked in (
@@ -281,10 +300,17 @@ async def test_leaving_a_stream_ends_it_at_the_engine(served: Stack, stub: Any) 
     await until(lambda: served.frontend.desk.num_live == 0)
 
 
+async def test_health_knows_the_service(served: Stack) -> None:
+    async with grpc.aio.insecure_channel(served.grpc_address) as channel:
+        ask = health_pb2_grpc.HealthStub(channel).Check
+        asked = health_pb2.HealthCheckRequest(service=OipServicer.contract.full_name)
+        assert (await ask(asked)).status == health_pb2.HealthCheckResponse.SERVING
+
+
 async def test_every_rpc_is_there() -> None:
     names = {one.name for one in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods}
     assert names == {
         "ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata",
         "ModelInfer", "ModelStreamInfer",
     }  # fmt: skip
-    assert pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name == OIP_SERVICE
+    assert OipServicer.contract.full_name == "inference.GRPCInferenceService"

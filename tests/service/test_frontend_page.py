@@ -109,7 +109,7 @@ async def test_a_model_without_a_template_has_no_chat(tmp_path: Path) -> None:
     own.write_text("{{ messages[0].content }}")
     for flags, has in (({}, False), ({"chat_template": str(own)}, True)):
         async with serving(fake) as port, frontend_for(port, **flags) as frontend:
-            assert await frontend.desk.engine.wait_ready(PATIENCE_S)
+            assert await frontend.desk.fleet.wait_ready(PATIENCE_S)
             url = f"http://127.0.0.1:{frontend.http_port}"
             async with http_client(url) as client:
                 assert (await client.get("/ui/model")).json()["has_chat_template"] is has

@@ -26,7 +26,7 @@ async def test_a_template_that_loops_for_ever_is_a_typed_error_and_neighbours_go
     settings = tmp_path / "tokenizer" / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": HANGS}))
     async with serving(engine) as port, frontend_for(port) as frontend:
-        assert await frontend.desk.engine.wait_ready(PATIENCE_S)
+        assert await frontend.desk.fleet.wait_ready(PATIENCE_S)
         url, address = f"http://127.0.0.1:{frontend.http_port}", f"127.0.0.1:{frontend.grpc_port}"
         async with http_client(url) as client, grpc.aio.insecure_channel(address) as channel:
             stub = rpc.TextServiceStub(channel)

@@ -116,3 +116,38 @@ async def test_without_an_exporter_the_callers_context_is_passed_on(tmp_path: Pa
             await client.post("/v1/completions", json=body, headers={"traceparent": SAMPLED})
             await client.post("/v1/completions", json=body)
         assert [spec.traceparent for spec in served.engine.submits] == [SAMPLED, ""]
+
+
+def value_of(page: str, series: str) -> float:
+    """Of the one sample whose name and labels begin so."""
+    (line,) = (line for line in page.splitlines() if line.startswith(series))
+    return float(line.rpartition(" ")[2])
+
+
+async def test_embeddings_are_traced_and_counted_like_texts(tmp_path: Path) -> None:
+    async with (
+        collector() as (keeper, endpoint),
+        stack(tmp_path, otlp_endpoint=endpoint) as served,
+        served.http() as client,
+    ):
+        for given, traceparent in (("ab", SAMPLED), ("a" * 5000, UNSAMPLED)):
+            headers = {"traceparent": traceparent}
+            await client.post("/v1/embeddings", json={"input": given}, headers=headers)
+        page = (await client.get("/metrics")).text
+    assert_walk(keeper.spans, ["tokenize", "embeddings fake"], "POST /v1/embeddings")
+    series = 'gen_ai_server_request_duration_seconds_count{error_type="%s",'
+    for error in ("", "context_length_exceeded"):
+        of_embeddings = series % error + 'gen_ai_operation_name="embeddings"'
+        assert value_of(page, of_embeddings) == 1, error
+
+
+async def test_choices_that_are_made_side_by_side_do_not_make_tokens_faster(tmp_path: Path) -> None:
+    """The time per output token of eight choices is that of one, not an eighth of it."""
+    async with stack(tmp_path) as served, served.http() as client:
+        served.engine.step_s = 0.01
+        body = {"prompt": "ab", "max_tokens": 20, "n": 8}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        page = (await client.get("/metrics")).text
+    for name in ("gen_ai_server_time_per_output_token", "tidemill_request_time_per_output_token"):
+        assert value_of(page, f"{name}_seconds_count") == 1
+        assert value_of(page, f"{name}_seconds_sum") > 0.008

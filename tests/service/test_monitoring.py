@@ -33,14 +33,14 @@ class Scrapes(NamedTuple):
     open: dict[str, str]
 
     @property
-    def names(self) -> set[str]:
-        """Of every sample."""
-        return {
-            sample.name
-            for text in self.plain.values()
-            for family in read_plain(text)
-            for sample in family.samples
-        }
+    def labels(self) -> dict[str, set[str]]:
+        """Of every sample, by its name."""
+        found: dict[str, set[str]] = {}
+        for text in self.plain.values():
+            for family in read_plain(text):
+                for sample in family.samples:
+                    found.setdefault(sample.name, set()).update(sample.labels)
+        return found
 
 
 async def scrape(folder: Path, alias: str) -> Scrapes:
@@ -53,7 +53,7 @@ async def scrape(folder: Path, alias: str) -> Scrapes:
             frontend_for(server.port, tokenizer=str(folder), **flags) as frontend,
             http_client(f"http://127.0.0.1:{frontend.http_port}") as http,
         ):
-            await until(lambda: frontend.desk.engine.state == "ready")
+            await until(lambda: frontend.desk.fleet.state == "ready")
             core = server.desk.core
             body = {"prompt": "ab", "max_tokens": 3}
             assert (await http.post("/v1/completions", json=body)).status_code == 200
@@ -87,6 +87,26 @@ def unknown(queries: dict[str, str], names: set[str]) -> list[str]:
     return [f"{where}: {word}" for where, word in words if word not in names]
 
 
+_SELECTOR = re.compile(r"(\w+)\{([^}]*)\}")
+_BY = re.compile(r"\bby \(([^)]*)\)")
+_OF_SCRAPES = {"job", "instance", "le"}
+"""Prometheus adds two, and buckets have the third."""
+
+
+def unknown_labels(queries: dict[str, str], labels: dict[str, set[str]]) -> list[str]:
+    """Labels that a query selects or sums by, and none of its metrics has."""
+    found = []
+    for where, query in queries.items():
+        of_query = {name for word in _WORD.findall(query) for name in labels.get(word, ())}
+        asked = {label.strip() for group in _BY.findall(query) for label in group.split(",")}
+        found += [f"{where}: {label}" for label in asked - of_query - _OF_SCRAPES]
+        for metric, selector in _SELECTOR.findall(query):
+            selected = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector))
+            missing = selected - labels.get(metric, set()) - _OF_SCRAPES
+            found += [f"{where}: {metric} {label}" for label in missing if metric != "up"]
+    return found
+
+
 def lint(text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False
@@ -97,16 +117,27 @@ async def test_what_is_drawn_and_watched_is_there(tmp_path: Path) -> None:
     scrapes = await scrape(tmp_path, "none")
     queries = expressions()
     assert len(queries) > 40
-    assert unknown(queries, scrapes.names) == []
+    labels = scrapes.labels
+    names = set(labels)
+    assert unknown(queries, names) == []
+    assert unknown_labels(queries, labels) == []
+    odd = {"x": 'sum by (modle) (tidemill_engine_ready{modle="a"})'}
+    assert unknown_labels(odd, labels) == ["x: modle", "x: tidemill_engine_ready modle"]
     wrong = {"x": queries["TidemillCoreSilent"].replace("silence", "silense")}
-    assert unknown(wrong, scrapes.names) == ["x: tidemill_engine_silense_seconds"]
+    assert unknown(wrong, names) == ["x: tidemill_engine_silense_seconds"]
     for name, text in scrapes.open.items():
         families = list(read_open(text))  # raises for what OpenMetrics does not allow
         samples = [sample for family in families for sample in family.samples]
         exemplars = [sample.exemplar for sample in samples if sample.exemplar is not None]
         assert exemplars, name
         assert all(len(one.labels["trace_id"]) == 32 for one in exemplars)
+        assert any(
+            sample.name == "rpc_server_call_duration_seconds_count" and sample.value
+            for sample in samples
+        ) is (name == "engine"), "the request came over HTTP, and went on by gRPC"
     assert 'reason="queue_full"' in scrapes.plain["engine"]
+    for text in scrapes.plain.values():
+        assert re.search(r"^tidemill_event_loop_tasks [1-9]", text, re.MULTILINE)
     assert "vllm" not in "".join(scrapes.plain.values())
     if shutil.which("promtool"):
         for name, text in scrapes.plain.items():
@@ -128,9 +159,13 @@ async def test_the_alias_writes_the_same_numbers_under_other_names(tmp_path: Pat
         assert len(twins) > 50, name
         same = 0
         for (twin, labels), value in twins.items():
-            ours = ("tidemill_" + twin.removeprefix("vllm:"), labels)
+            assert ("engine", "0") in labels, "dashboards group by it"
+            own = tuple(label for label in labels if label[0] != "engine")
+            ours = ("tidemill_" + twin.removeprefix("vllm:"), own)
             same += samples.get(ours) == value
         assert same > 0.8 * len(twins), name
+    page = scrapes.plain["frontend"]
+    assert '\nhttp_requests_total{handler="/v1/completions",method="POST",status="200"}' in page
     text = scrapes.plain["engine"]
     for name in (
         "vllm:num_requests_waiting{",

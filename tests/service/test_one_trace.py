@@ -128,6 +128,8 @@ async def test_every_way_to_end_is_one_trace(
     }
     for trace, (text, error_type, names) in wanted.items():
         client, root, phases = check_walk(collector, trace)
+        (ingress,) = (one for one in collector.spans if one.span_id == client.parent_span_id)
+        assert (ingress.status.code == 2) is (trace in (gone, late)), "400 is no error of a server"
         assert names <= {phase.name for phase in phases}, trace
         found = values_of(root)
         assert found.get("error.type") == error_type, found
@@ -213,6 +215,37 @@ async def test_blocks_and_chunks_of_a_diffusion_request(tmp_path: Path) -> None:
         else:
             assert blocks == []
             assert [event.name for event in denoise.events] == ["block"] * num_blocks
+
+
+@pytest.mark.parametrize(
+    ("model", "params", "remasks", "refreshes"),
+    [
+        ("demo-block", {"threshold": 0.5}, False, 0),
+        ("demo-block", {"threshold": 0.5, "edit_threshold": 0.0}, True, 0),
+        ("demo-canvas", {"cache": "none", "block_length": 16}, False, 0),
+        ("demo-canvas", {"cache": "dual", "block_length": 16}, False, 3),
+    ],
+)
+async def test_what_a_diffusion_request_took_back_and_computed_anew(
+    tmp_path: Path, model: str, params: dict[str, Any], remasks: bool, refreshes: int
+) -> None:
+    """Tokens that gave way to others, and refreshes of an approximate cache: one a block."""
+    built_in = {"model": model, "load_format": "auto", "max_model_len": 128}
+    with collecting() as (collector, endpoint):
+        async with (
+            real_engine(tmp_path, **built_in, otlp_endpoint=endpoint) as server,
+            frontend_for(server.port) as frontend,
+            http_client(f"http://127.0.0.1:{frontend.http_port}") as http,
+        ):
+            await until(lambda: frontend.desk.state == "ready")
+            decoding = {"params": params}
+            body = {"prompt": [65] * 16, "max_tokens": 48, "ignore_eos": True, "seed": 1}
+            answer = await http.post("/v1/completions", json={**body, "decoding": decoding})
+            assert answer.status_code == 200, answer.text
+    (root,) = (span for span in collector.spans if span.name.endswith("/Generate"))
+    found = values_of(root)
+    assert (found["tidemill.remasks"] > 0) is remasks, found
+    assert found["tidemill.cache_refreshes"] == refreshes
 
 
 async def test_the_trace_level_changes_while_it_runs(tmp_path: Path) -> None:

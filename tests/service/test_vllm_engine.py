@@ -12,12 +12,15 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from engine_service.core.messages import FinishReason
 from engine_service.server.launch import EngineServer
 from engine_service.server.state import EngineState
 from tests.service.engine_fixtures import engine, rest
+from tests.service.test_engine_lifecycle import SERVING, until_health
 from tests.waiting import until
 from tidemill.runtime.rpc import to_error
 
@@ -197,6 +200,34 @@ async def test_health_follows_the_state() -> None:
         server.desk.board.move(EngineState.DRAINING, "told to")
         answer = await stub.HealthCheck(pb.HealthCheckRequest())
         assert (answer.healthy, answer.message) == (False, "told to")
+
+
+async def test_an_engine_whose_core_is_silent_is_not_healthy() -> None:
+    """A core speaks every second: too seldom for this engine, which looks four times a second."""
+    impatient = engine(vllm_facade=True, heartbeat_timeout_s=0.01)
+    async with impatient as server, facade(server) as stub:
+        await until(lambda: server.desk.board.snapshot.stalled)
+        answer = await stub.HealthCheck(pb.HealthCheckRequest())
+        assert not answer.healthy
+        assert "has said nothing" in answer.message
+
+
+@pytest.mark.parametrize("flag", [True, False])
+async def test_health_and_reflection_know_its_name_where_it_is_served(flag: bool) -> None:
+    name = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
+    async with (
+        engine(vllm_facade=flag, reflection=True) as server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+        listed = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
+        assert (name in listed.statuses) is flag
+        if flag:
+            await until_health(server, name, SERVING)
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        found = {one.name for one in (await call.read()).list_services_response.service}
+        assert (name in found) is flag
+        call.cancel()
 
 
 async def test_every_rpc_of_the_contract_answers() -> None:

@@ -12,13 +12,15 @@ from typing import Any
 
 import grpc
 import pytest
-from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from engine_service.server import kv_feed
 from engine_service.server.kv_zmq import block_hash
-from tests.service.engine_fixtures import kv_events
+from tests.service.engine_fixtures import kv_events, rest
 from tests.service.test_engine_kv_events import SMALL, index_of, real_engine, traffic
 from tests.waiting import until
+
+pb: Any = vllm_engine_pb2
 
 
 class Picture:
@@ -98,3 +100,27 @@ async def test_a_gateway_rebuilds_the_index(
         async with watching(server, picture):
             await until(lambda: picture.resyncs == 2)
             await agree(stub, picture)
+
+
+async def test_chunks_say_what_the_cache_had_of_the_prompt(tmp_path: Path) -> None:
+    """Of calls side by side, whose rows come out of the same steps."""
+    asked = [
+        pb.GenerateRequest(
+            tokenized=pb.TokenizedInput(input_ids=range(1, length + 1)),
+            sampling_params=pb.SamplingParams(max_tokens=30, ignore_eos=True, n=2),
+            stream=True,
+        )
+        for length in (6, 15)
+    ]
+    async with (
+        real_engine(tmp_path, vllm_facade=True, **SMALL) as server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+        stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        await rest(stub.Generate(asked[1]))
+        both = await asyncio.gather(*(rest(stub.Generate(one)) for one in asked))
+    for answers, cached in zip(both, (4, 12), strict=True):
+        chunks = [one.chunk.cached_tokens for one in answers if one.HasField("chunk")]
+        ends = [one.complete.cached_tokens for one in answers if one.HasField("complete")]
+        assert len(chunks) > len(ends) == 2
+        assert set(chunks) == set(ends) == {cached}

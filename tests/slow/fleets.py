@@ -38,8 +38,8 @@ class Site:
     grpc_ports: dict[int, int] = field(default_factory=dict)
     """Of frontends, by their HTTP port."""
 
-    def start_engine(self, port: int) -> Service:
-        flags = (*ENGINE, f"--engine-port={port}", *self.engine_flags)
+    def start_engine(self, port: int, engine: tuple[str, ...] = ENGINE) -> Service:
+        flags = (*engine, f"--engine-port={port}", *self.engine_flags)
         return self._put(port, Service(self.folder, "engine", *flags))
 
     def start_frontend(self, port: int, *engines: int) -> Service:

@@ -69,7 +69,9 @@ async def absent_readers(stack: Stack) -> AsyncIterator[Callable[[str], Any]]:
         await program.wait()
 
 
-async def come_and_go(stack: Stack, faces: Faces, count: int) -> dict[str, Held]:
+async def come_and_go(
+    stack: Stack, faces: Faces, count: int, metrics: dict[str, str]
+) -> dict[str, Held]:
     """`count` clients from their first request to their end; what is held while they are there."""
     async with absent_readers(stack) as do:
         # Those that read come first: behind others they would have to wait for their rows.
@@ -82,29 +84,37 @@ async def come_and_go(stack: Stack, faces: Faces, count: int) -> dict[str, Held]
         running, _, _, requests = await faces.busy()
         assert running == ROWS, "somebody could have had a row"
         assert requests >= 0.9 * count, "somebody has left"
-        holding = held(stack)
+        holding = held(stack, metrics)
         await do("vanish")
     await until_idle(faces)
     return holding
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 async def test_absent_readers_leave_nothing_behind(tmp_path: Path) -> None:
     stack = Stack(free_port(), free_port(), free_port())
-    ports = (f"--http-port={stack.http_port}", f"--grpc-port={stack.grpc_port}")
-    with serve(tmp_path, "demo", f"--engine-port={stack.port}", *ports, *FLAGS) as served:
+    metrics_port = free_port()
+    metrics = {"engine_service": f"http://{HOST}:{metrics_port}", "frontend": stack.url}
+    ports = (
+        f"--http-port={stack.http_port}",
+        f"--grpc-port={stack.grpc_port}",
+        f"--engine-port={stack.port}",
+        f"--metrics-port={metrics_port}",
+    )
+    with serve(tmp_path, "demo", *ports, *FLAGS) as served:
         served.wait_ready()
         stack.services |= served.children()
         async with connected(stack) as faces:
             await good(faces)
             for _ in range(2):  # what is kept for reuse is there by then
-                await come_and_go(stack, faces, CLIENTS)
-            before = held(stack)
-            holding = await come_and_go(stack, faces, CLIENTS)
-            print(before, holding, held(stack), sep="\n")
+                await come_and_go(stack, faces, CLIENTS, metrics)
+            before = held(stack, metrics)
+            holding = await come_and_go(stack, faces, CLIENTS, metrics)
+            print(before, holding, held(stack, metrics), sep="\n")
             assert "frontend" in grown(before, holding), "control: they are not seen at all"
             await asyncio.to_thread(
-                eventually, lambda: not grown(before, held(stack)), "a process grew"
+                eventually, lambda: not grown(before, held(stack, metrics)), "a process grew"
             )
             await good(faces)

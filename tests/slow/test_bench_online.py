@@ -14,6 +14,7 @@ REQUESTS, INPUT_LEN, OUTPUT_LEN, STEP_MS = 24, 20, 50, 20
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_online_beside_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two frontends carry the simulated rate; every process says what it spent."""
     shape, file = tmp_path / "config.json", tmp_path / "figures.json"

@@ -14,6 +14,7 @@ STEP_MS, OUTPUT_LEN, INPUT_LEN = 20, 40, 16
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_a_simulated_engine_gives_the_figures_that_it_must(tmp_path: Path, protocol: str) -> None:
     """A step of 20 ms: every request gets 50 tokens a second, however many there are."""

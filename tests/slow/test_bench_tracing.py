@@ -11,6 +11,7 @@ from tidemill.commands import bench
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_spans_come_as_often_as_they_are_asked_for(tmp_path: Path) -> None:
     """Half of the requests are sampled, so half of the spans arrive; without tracing none could."""
     file = tmp_path / "figures.json"

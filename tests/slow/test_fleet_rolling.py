@@ -6,34 +6,40 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
 from tests.e2e.real_stack import HOST
-from tests.slow.fleets import Site, prompts, site, up
-from tests.waiting import PATIENCE_S, free_port, until
+from tests.slow.fleets import Client, Site, Stream, prompts, site, up
+from tests.waiting import PATIENCE_S, free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # a dozen processes start
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1200)]  # many processes
 
 NUM_CLIENTS, NUM_TOKENS = 24, 20
 FLAGS = ("--max-rows=16", "--simulated-step-ms=50")
 
 
 class Load:
-    """Clients that ask one request after the other, each on a connection of its own, of frontends
-    that say that they are ready.
+    """Clients that ask one request after the other, over HTTP on a connection each and over gRPC on
+    one that is kept, of all frontends in turn that are `known`. Nobody tells them of a drain.
 
-    A connection that is refused, or a frontend that says that it is draining, makes a client ask
-    the other one, once. Everything else that is no right answer is a failure.
+    Who is refused asks the other frontend, once: over HTTP a connection that cannot be made, over
+    gRPC a call that is UNAVAILABLE without a token. Everything else that is no right answer is a
+    failure.
     """
 
-    def __init__(self, fronts: list[int]) -> None:
-        self.fronts = fronts
-        self.ready = set(fronts)
+    def __init__(self, fronts: list[int], texts: list[Client]) -> None:
+        self._faces = {
+            port: [partial(self._over_http, port), partial(self._over_grpc, client)]
+            for port, client in zip(fronts, texts, strict=True)
+        }
+        self.known = list(fronts)
         self._numbers = itertools.count()
         self._whole: dict[tuple[int, ...], list[int]] = {}
         self.num_answered = 0
@@ -44,13 +50,15 @@ class Load:
         """Asks once, and judges the answer."""
         number = next(self._numbers)
         prompt = prompts(NUM_CLIENTS)[number % NUM_CLIENTS]
-        ready = sorted(self.ready) or self.fronts
-        fronts = [ready[(number + turn) % len(ready)] for turn in range(2)]
+        ask, again = (
+            self._faces[self.known[turn % len(self.known)]][number // 2 % 2]
+            for turn in (number, number + 1)
+        )
         try:
-            tokens = await self._ask(fronts[0], prompt)
+            tokens = await ask(prompt)
             if tokens is None:
                 self.num_moved += 1
-                tokens = await self._ask(fronts[1], prompt)
+                tokens = await again(prompt)
         except Exception as failure:
             self.failures[f"{type(failure).__name__}: {failure}"] += 1
             return
@@ -61,7 +69,7 @@ class Load:
         else:
             self.num_answered += 1
 
-    async def _ask(self, front: int, prompt: tuple[int, ...]) -> list[int] | None:
+    async def _over_http(self, front: int, prompt: tuple[int, ...]) -> list[int] | None:
         """The tokens; None when it was refused."""
         body: dict[str, Any] = {
             "prompt": list(prompt),
@@ -74,10 +82,16 @@ class Load:
                 answer = await client.post(f"http://{HOST}:{front}/v1/completions", json=body)
             except httpx.ConnectError:
                 return None
-        if answer.status_code == 503 and answer.json()["error"]["code"] == "draining":
-            return None
         assert answer.status_code == 200, answer.text
         return list(answer.json()["choices"][0]["token_ids"])
+
+    async def _over_grpc(self, client: Client, prompt: tuple[int, ...]) -> list[int] | None:
+        """The tokens; None when it was refused."""
+        stream = await client.run(Stream(prompt, NUM_TOKENS))
+        if stream.code is grpc.StatusCode.UNAVAILABLE and not stream.tokens:
+            return None
+        assert stream.code is grpc.StatusCode.OK, f"{stream.code}: {stream.detail}"
+        return stream.tokens
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -88,19 +102,7 @@ class Load:
             while is_on:
                 await self.one()
 
-        async def watch(front: int) -> None:
-            async with httpx.AsyncClient(timeout=2) as probe:
-                while is_on:
-                    status = 0
-                    with suppress(httpx.TransportError):
-                        status = (
-                            await probe.get(f"http://{HOST}:{front}/health/ready")
-                        ).status_code
-                    (self.ready.add if status == 200 else self.ready.discard)(front)
-                    await asyncio.sleep(0.2)
-
         tasks = [asyncio.create_task(client()) for _ in range(NUM_CLIENTS)]
-        tasks += [asyncio.create_task(watch(front)) for front in self.fronts]
         try:
             yield
         finally:
@@ -117,51 +119,62 @@ async def start(made: Site, engines: list[int], fronts: list[int]) -> None:
         await up(made, port, *engines)
 
 
+@asynccontextmanager
+async def load_of(made: Site, fronts: list[int]) -> AsyncIterator[Load]:
+    """A load of all frontends, for as long as the block lasts."""
+    async with AsyncExitStack() as opened:
+        texts = [await opened.enter_async_context(Client(made.grpc_ports[p])) for p in fronts]
+        load = Load(fronts, texts)
+        async with load.running():
+            await asyncio.sleep(2)
+            yield load
+    print(f"{load.num_answered} answers; {load.num_moved} moved")
+
+
 async def test_a_rolling_restart_of_engines_fails_nobody(tmp_path: Path) -> None:
     engines, fronts = [free_port() for _ in range(3)], [free_port() for _ in range(2)]
     with site(tmp_path, engine_flags=FLAGS) as made:
         await start(made, engines, fronts)
-        load = Load(fronts)
-        async with load.running():
-            await asyncio.sleep(2)
+        async with load_of(made, fronts) as load:
             for port in engines:
                 await asyncio.to_thread(made.stop, port)
                 made.start_engine(port)
                 for front in fronts:
                     await up(made, front, port)
-        print(f"{load.num_answered} answers; {load.num_moved} moved")
         assert not load.failures, load.failures
         assert load.num_answered > 100
         assert not load.num_moved, "control: no frontend had to refuse"
 
 
 async def test_a_rolling_restart_of_frontends_fails_nobody(tmp_path: Path) -> None:
-    """What balances the load heeds readiness, and has the pause of a drain to hear of it: without
-    one, a connection that waits to be accepted is reset when a listener closes."""
+    """As they are by default: without a pause in which anybody could hear of it. A new one is known
+    when it is ready, and an old one is forgotten some time after it has ended."""
     engine, fronts = free_port(), [free_port() for _ in range(2)]
-    with site(tmp_path, engine_flags=FLAGS, frontend_flags=("--drain-pause-s=5",)) as made:
+    with site(tmp_path, engine_flags=FLAGS) as made:
         await start(made, [engine], fronts)
-        load = Load(fronts)
-        async with load.running():
-            await asyncio.sleep(2)
-            for port in fronts:
-                await asyncio.to_thread(made.stop, port)
-                made.start_frontend(port, engine)
-                await up(made, port, engine)
-                await until(lambda: port in load.ready)  # noqa: B023 (awaited here)
-            await asyncio.sleep(2)
-        print(f"{load.num_answered} answers; {load.num_moved} moved")
+        async with load_of(made, fronts) as load:
+            for _ in range(2):
+                for port in fronts:
+                    await asyncio.to_thread(made.stop, port)
+                    await asyncio.sleep(1)
+                    load.known.remove(port)
+                    made.start_frontend(port, engine)
+                    await up(made, port, engine)
+                    load.known.append(port)
+                    await asyncio.sleep(1)
         assert not load.failures, load.failures
         assert load.num_answered > 100
+        assert load.num_moved, "control: some found a frontend away"
 
 
 async def test_control_killed_instead_of_asked_to_stop_some_fail(tmp_path: Path) -> None:
-    engines, fronts = [free_port() for _ in range(2)], [free_port()]
+    engines, fronts = [free_port() for _ in range(2)], [free_port(), free_port()]
     with site(tmp_path, engine_flags=FLAGS) as made:
         await start(made, engines, fronts)
-        load = Load(fronts)
-        async with load.running():
-            await asyncio.sleep(3)
+        async with load_of(made, fronts) as load:
             made.kill(engines[0])
-            await asyncio.sleep(5)
+            await asyncio.sleep(3)
+            made.kill(fronts[0])
+            await asyncio.sleep(3)
         assert any("the engine was lost" in one for one in load.failures), load.failures
+        assert any("RemoteProtocolError" in one for one in load.failures), load.failures

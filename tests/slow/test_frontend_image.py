@@ -18,6 +18,7 @@ from tests.waiting import eventually, free_port
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("image"),  # it is built once
     pytest.mark.skipif(bool(missing()), reason=missing()),
 ]
 LARGEST_BYTES = 450 << 20  # of what we put on top of the base

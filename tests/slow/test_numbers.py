@@ -67,6 +67,7 @@ def test_quality(
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_stack_delivers_what_its_model_computes(tmp_path: Path) -> None:
     """256 requests at 5 ms a step; a Session costs the server a sixth of one RPC per request."""
     bars: dict[str, Callable[[float], bool]] = {
@@ -79,6 +80,7 @@ def test_the_stack_delivers_what_its_model_computes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_frontend_carries_streams(tmp_path: Path) -> None:
     """Tokens per second in one process, and that the clients who counted them had time to spare."""
 
@@ -101,6 +103,7 @@ def test_a_frontend_carries_streams(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_demo_is_as_fast_as_its_peer(tmp_path: Path) -> None:
     bars: dict[str, Callable[[float], bool]] = {"ratio_to_peer": lambda ratio: ratio >= 1.0}
     flags = ("--model=demo", f"--threads={THREADS}")

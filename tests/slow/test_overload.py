@@ -150,6 +150,7 @@ async def measure(tmp_path: Path, rng: random.Random) -> Measured:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 async def test_twice_the_load_for_a_minute(tmp_path: Path, seed: int) -> None:
     """Up to three times: half a second that goes to somebody else's program shows in a p99."""
     rng = random.Random(seed)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from tests.service.engine_fixtures import engine, pack
+from tests.service.fake_core import LONG
+from tests.service.frontends import frontend_for, write_tokenizer
 from tests.waiting import PATIENCE_S
 from tidemill.v1 import engine_pb2 as pb
-from tidemill.v1 import engine_pb2_grpc
+from tidemill.v1 import engine_pb2_grpc, text_pb2, text_pb2_grpc
 
 pytestmark = pytest.mark.slow
 SILENCE_S = 60.0
@@ -25,7 +28,37 @@ PINGS = [
 ]
 
 
-async def test_a_silent_minute_survives_pings() -> None:
+async def test_a_silent_minute_survives_pings(tmp_path: Path) -> None:
+    """At the engine's face and at the frontend's, which nobody reads to the end before the end."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(ask_engine())
+        group.create_task(ask_frontend(tmp_path))
+
+
+async def ask_frontend(folder: Path) -> None:
+    """Its core computes one prompt token a step for more than a minute, and says nothing of it."""
+    write_tokenizer(folder)
+    step_ms = 1000 * (SILENCE_S + 2) / LONG
+    async with (
+        engine(simulated_step_ms=step_ms) as server,
+        frontend_for(server.port, tokenizer=str(folder)) as frontend,
+    ):
+        assert await frontend.desk.fleet.wait_ready(PATIENCE_S)
+        address = f"127.0.0.1:{frontend.grpc_port}"
+        async with grpc.aio.insecure_channel(address, options=PINGS) as channel:
+            stub = text_pb2_grpc.TextServiceStub(channel)
+            prompt = {"tokens": {"token_ids": [65] * (LONG + 1)}}
+            options = {"sampling": {"max_tokens": 1}}
+            began = time.monotonic()
+            answer = await asyncio.wait_for(
+                stub.Generate(text_pb2.TextServiceGenerateRequest(prompt=prompt, options=options)),
+                3 * SILENCE_S,
+            )
+            assert time.monotonic() - began > SILENCE_S
+            assert answer.usage.output_tokens == 1
+
+
+async def ask_engine() -> None:
     """One step takes the whole minute: no token, no header, nothing for a client to see."""
     flags = {"simulated_step_ms": 1000 * SILENCE_S + 2000, "hang_timeout_s": 0.0}
     async with engine(**flags) as server:

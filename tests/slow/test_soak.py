@@ -8,13 +8,14 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import httpx
 import psutil
 import pytest
 
-from tests.e2e.real_stack import SLACK_HANDLES, Stack, connected, until_idle
+from tests.e2e.real_stack import HOST, SLACK_HANDLES, Stack, connected, until_idle
 from tests.e2e.test_serve import serve
 from tests.slow.traffic import Ask, Choices, Traffic
-from tests.waiting import eventually, free_port
+from tests.waiting import PATIENCE_S, eventually, free_port
 
 SOAK_S = float(os.environ.get("SOAK_SECONDS", "300"))
 """Of both models together; less is for work on the test itself."""
@@ -32,25 +33,42 @@ FEW = (
 
 
 class Held(NamedTuple):
-    """What a process holds."""
+    """What a process holds. `tasks`: of its event loop; a rank has none."""
 
     handles: int
     threads: int
     rss: int
+    tasks: int
 
 
-def held(stack: Stack) -> dict[str, Held]:
+def tasks_of(url: str) -> int:
+    """As the service's metrics tell it."""
+    metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
+    found = re.search(r"^tidemill_event_loop_tasks (\S+)", metrics, re.MULTILINE)
+    assert found is not None, metrics
+    return int(float(found[1]))
+
+
+def held(stack: Stack, metrics: dict[str, str]) -> dict[str, Held]:
+    """Of each process; `metrics` are the addresses of those that tell theirs."""
     found = {}
     for name, pid in stack.services.items():
+        tasks = tasks_of(metrics[name]) if name in metrics else 0
         process = psutil.Process(pid)
-        found[name] = Held(process.num_fds(), process.num_threads(), process.memory_info().rss)
+        rss = process.memory_info().rss
+        found[name] = Held(process.num_fds(), process.num_threads(), rss, tasks)
     return found
 
 
 def grown(before: dict[str, Held], after: dict[str, Held]) -> dict[str, tuple[Held, Held]]:
     """Processes that hold more than before."""
     limits = {
-        name: Held(then.handles + SLACK_HANDLES, then.threads + SLACK_THREADS, then.rss * GROWTH)
+        name: Held(
+            then.handles + SLACK_HANDLES,
+            then.threads + SLACK_THREADS,
+            int(then.rss * GROWTH),
+            then.tasks,
+        )
         for name, then in before.items()
     }
     return {
@@ -78,25 +96,29 @@ async def drive(stack: Stack, rng: random.Random, seconds: float) -> tuple[Traff
 async def test_soak(tmp_path: Path, seed: int, model: str, share: float) -> None:
     stack = Stack(free_port(), free_port(), free_port())
     ports = (f"--http-port={stack.http_port}", f"--grpc-port={stack.grpc_port}")
-    rng = random.Random(seed)
-    with serve(tmp_path, model, f"--engine-port={stack.port}", *ports, *FEW) as served:
+    rng, metrics_port = random.Random(seed), free_port()
+    metrics = {"engine_service": f"http://{HOST}:{metrics_port}", "frontend": stack.url}
+    ports += (f"--engine-port={stack.port}", f"--metrics-port={metrics_port}")
+    with serve(tmp_path, model, *ports, *FEW) as served:
         served.wait_ready()
         stack.services |= served.children()
         assert len(stack.services) == 3
+        assert metrics.keys() < stack.services.keys()
         await drive(stack, rng, WARM_UP_S)
-        before = held(stack)
+        before = held(stack, metrics)
         traffic, preemptions = await drive(stack, rng, share * SOAK_S)
-        print(model, dict(traffic.ends), f"{preemptions} preemptions", before, held(stack))
-        eventually(lambda: not grown(before, held(stack)), "a process grew")
+        print(model, dict(traffic.ends), f"{preemptions} preemptions", before, held(stack, metrics))
+        eventually(lambda: not grown(before, held(stack, metrics)), "a process grew")
         assert len(traffic.ends) == 13, "every kind of request was among them"
         assert preemptions > 0, "pages never ran short"
 
 
 def test_control_what_grew_is_named() -> None:
-    before = {"frontend": Held(20, 8, 100), "rank": Held(9, 4, 1000)}
+    before = {"frontend": Held(20, 8, 100, 30), "rank": Held(9, 4, 1000, 0)}
     assert grown(before, before) == {}
-    for now in (Held(23, 8, 100), Held(20, 11, 100), Held(20, 8, 116)):
+    for now in (Held(23, 8, 100, 30), Held(20, 11, 100, 30), Held(20, 8, 116, 30)):
         assert grown(before, before | {"frontend": now}).keys() == {"frontend"}
+    assert grown(before, before | {"frontend": Held(20, 8, 100, 31)}), "one task is a leak"
 
 
 def test_control_a_second_end_and_a_missing_one_are_seen() -> None:

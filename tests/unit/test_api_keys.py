@@ -76,6 +76,14 @@ def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
         KeyRing(str(path))
 
 
+@pytest.mark.parametrize("key", ["", " x", "x ", "schl\u00fcssel", "a\nb", "\U0001f511"])
+def test_a_key_that_no_client_could_send_is_refused(key: str) -> None:
+    """Headers come as Latin-1: nobody would be let in, and nobody would say why."""
+    with pytest.raises(FailedPrecondition, match=f"--api-key has {len(key)} characters") as refused:
+        KeyRing(key=key)
+    assert len(key) < 2 or key not in str(refused.value)
+
+
 def test_what_changes_is_read_again_and_what_is_broken_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -125,7 +125,8 @@ def test_goodput_counts_what_keeps_every_bound(slo: Slo, good: int) -> None:
         ({"timeout_s": 0.0}, "timeout_s is 0.0; it has to be above 0"),
         ({"slo_ttft_ms": -1.0}, "slo_ttft_ms is -1.0"),
         ({"url": "127.0.0.1:8000"}, "does not begin with http"),
-        ({"url": "http://127.0.0.1:1", "shape": "qwen3-8b"}, "--shape is for services"),
+        ({"url": "http://127.0.0.1:1", "shape": "qwen3-8b"}, "shape is for services"),
+        ({"url": "http://127.0.0.1:1", "data_parallel_size": 2}, "data_parallel_size is for"),
     ],
 )
 def test_values_that_cannot_work_are_named(values: dict[str, Any], words: str) -> None:

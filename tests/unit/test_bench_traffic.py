@@ -133,6 +133,8 @@ def test_a_trace_is_played_in_order_and_as_fast_as_wanted(tmp_path: Path) -> Non
         ('{"t_s": 0}', "one of input_len"),
         ('{"t_s": 0, "input_len": 3, "prompt": "x"}', "one of input_len"),
         ('{"t_s": 0, "input_len": 0}', "input_len has to be"),
+        ('{"t_s": 0, "prompt": [3]}', "prompt has to be a text"),
+        ('{"t_s": 0, "prompt": null}', "prompt has to be a text"),
         ('{"t_s": 0, "input_len": true}', "input_len has to be"),
         ('{"t_s": 0, "input_len": 3, "output_len": 1.5}', "output_len has to be"),
         ('{"t_s": 0, "messages": []}', "messages is for the other"),

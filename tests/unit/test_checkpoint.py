@@ -1,12 +1,15 @@
 """Model names become folders; everything that can be wrong with one has an error with a remedy."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine_service.config import EngineConfig
+from engine_service.worker import checkpoint
 from engine_service.worker.checkpoint import Checkpoint, builtin_models, fetch_checkpoint
 from tidemill.runtime.errors import InvalidRequest, NotFound, ServiceError
 
@@ -72,6 +75,29 @@ def test_weight_version_follows_the_weights(folder: Path) -> None:
         fetch(model=str(folder), load_format="dummy", seed=seed).weight_version for seed in (1, 2)
     }
     assert len({first, second, *dummies}) == 4
+
+
+def test_builtin_models_are_the_same_ones_wherever_they_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts of a group compare weight versions, and an installer writes files at its own time."""
+    known = fetch(model="demo").weight_version
+    copy = tmp_path / "demo"
+    shutil.copytree(builtin_models()["demo"], copy)
+    monkeypatch.setattr(checkpoint, "builtin_models", lambda: {"demo": copy})
+    for path in copy.iterdir():
+        os.utime(path, (1e9, 1e9))
+    assert fetch(model="demo").weight_version == known
+    with (copy / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    assert fetch(model="demo").weight_version != known
+
+
+def test_a_seed_says_nothing_about_weights_that_are_read(folder: Path) -> None:
+    assert len({fetch(model=str(folder), seed=seed).weight_version for seed in (1, 2)}) == 1
 
 
 def test_missing_config(tmp_path: Path) -> None:

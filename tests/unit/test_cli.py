@@ -129,8 +129,8 @@ def test_missing_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "grpc", None)
-    monkeypatch.delitem(sys.modules, "tidemill.commands.serve", raising=False)
-    monkeypatch.delitem(sys.modules, "tidemill.commands.engine_state", raising=False)
+    for name in ("serve", "supervisor", "keeper", "screen", "engine_state"):
+        monkeypatch.delitem(sys.modules, f"tidemill.commands.{name}", raising=False)
     assert cli.main(["serve"]) == 1
     assert "pip install 'tidemill[all]'" in capsys.readouterr().err
 
@@ -151,6 +151,10 @@ def test_spellings_of_other_servers() -> None:
     ]
 
 
+def wishes(*asked: tuple[str, int]) -> list[ports.Wish]:
+    return [ports.Wish("127.0.0.1", flag, port) for flag, port in asked]
+
+
 def test_busy_port_is_named_with_its_flag() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -159,25 +163,25 @@ def test_busy_port_is_named_with_its_flag() -> None:
         with pytest.raises(
             FailedPrecondition, match=f"{port}: the port is in use.* with --http-port"
         ):
-            ports.settle("127.0.0.1", {"--grpc-port": 0, "--http-port": port})
+            ports.settle(wishes(("--grpc-port", 0), ("--http-port", port)))
 
 
 def test_two_flags_cannot_share_a_port() -> None:
-    free = ports.settle("127.0.0.1", {"--http-port": 0})["--http-port"]
-    with pytest.raises(FailedPrecondition, match="with --http-port"):
-        ports.settle("127.0.0.1", {"--grpc-port": free, "--http-port": free})
+    (free,) = ports.settle(wishes(("--http-port", 0)))
+    with pytest.raises(FailedPrecondition, match=r"it is --grpc-port's or .* with --http-port"):
+        ports.settle(wishes(("--grpc-port", free), ("--http-port", free)))
 
 
 def test_free_ports_differ() -> None:
-    found = ports.settle("127.0.0.1", {"--grpc-port": 0, "--http-port": 0, "--engine-port": 0})
-    assert len(set(found.values())) == 3
-    assert 0 not in found.values()
+    found = ports.settle(wishes(("--grpc-port", 0), ("--http-port", 0), ("--engine-port", 0)))
+    assert len(set(found)) == 3
+    assert 0 not in found
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
 def test_foreign_host_is_refused(host: str) -> None:
     with pytest.raises(FailedPrecondition, match=f"cannot listen on {host}"):
-        ports.settle(host, {"--http-port": 0})
+        ports.settle([ports.Wish(host, "--http-port", 0)])
 
 
 async def test_child_is_heard_and_stopped(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_every_field_of_the_contract_is_served_or_refused() -> None:
     served = {
         "request_id", "prompt_token_ids", "sampling", "decoding", "stop", "logprobs",
         "cache_salt", "priority", "timeout_ms", "traceparent", "tracestate", "choice",
-        "emit_canvas", "pinned", "constraint", "reasoning", "fairness_key",
+        "emit_canvas", "pinned", "constraint", "reasoning", "fairness_key", "kv_source",
     }  # fmt: skip
     hints = {"prompt_digest", "group"}  # for routers and logs; they ask nothing of an engine
     fields = {field.name for field in pb.GenerateSpec.DESCRIPTOR.fields}
@@ -173,14 +173,16 @@ def step(seq: int, tokens: dict[int, list[int]], ends: tuple[int, ...] = ()) -> 
         prompt_logprobs=[(i, 1, [entry(5)]) for i, h in enumerate(handles) if h % 5 == 0],
         finished=[(i, FINISH) for i, h in enumerate(handles) if h in ends],
         canvas=[(0, seq, Canvas((seq,), (False,), 0))] if handles else [],
+        opened=[(i, h) for i, h in enumerate(handles) if h % 2 == 0 and seq == 1],
     )
 
 
-def content(steps: list[StepRows]) -> tuple[dict, dict, list]:
-    """Tokens, log-probability tokens and ends by handle, in order."""
+def content(steps: list[StepRows]) -> tuple[dict, dict, list, list]:
+    """Tokens, log-probability tokens, ends and beginnings by handle, in order."""
     tokens: dict[int, bytes] = {}
     logged: dict[int, list[int]] = {}
     ends: list[int] = []
+    opened: list[tuple[int, int]] = []
     for rows in steps:
         offset = 0
         for handle, count in zip(rows.handles, rows.counts, strict=True):
@@ -193,7 +195,8 @@ def content(steps: list[StepRows]) -> tuple[dict, dict, list]:
                 found = [e.token_ids[0] for e in entries if e]
                 logged.setdefault(rows.handles[row], []).extend(found)
         ends += [rows.handles[row] for row, _ in rows.finished]
-    return tokens, logged, sorted(ends)
+        opened += [(rows.handles[row], cached) for row, cached in rows.opened]
+    return tokens, logged, sorted(ends), sorted(opened)
 
 
 def random_steps(rng: random.Random) -> list[StepRows]:

@@ -15,7 +15,7 @@ from aiohttp import web
 from frontend.fleet.discovery import discovery_of
 from frontend.fleet.discovery_dns import DnsDiscovery
 from frontend.fleet.discovery_k8s import addresses_of
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 from tidemill.runtime.errors import FailedPrecondition
 
 KUBECONFIG = "kubernetes_asyncio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION"
@@ -76,6 +76,15 @@ async def test_records_come_and_go_and_a_broken_resolver_changes_nothing() -> No
     assert await task == {"127.0.0.2:7"}, "the failure in between was no answer"
     assert source.last_error == ""
     await found.aclose()  # type: ignore[attr-defined]
+
+
+async def test_what_is_no_name_is_told_and_asked_again() -> None:
+    source = discovery_of("dns:///no..name:7")
+    asked = asyncio.ensure_future(newest(source.watch()))
+    await until(lambda: asked.done() or source.last_error)
+    assert not asked.done()
+    assert source.last_error.startswith("cannot resolve no..name: ")
+    asked.cancel()
 
 
 def endpoint(host: str, **conditions: bool) -> dict[str, Any]:
@@ -192,6 +201,24 @@ async def test_slices_are_listed_watched_resumed_and_listed_anew(
         api.events.put_nowait({"type": "ERROR", "object": expired})
         await until_found(found, "10.0.0.3:50061")
         assert source.last_error == ""
+        await found.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_watch_that_breaks_is_told_and_listed_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An event may be lost with it: going on from the last one would not tell of it."""
+    monkeypatch.setattr("frontend.fleet.discovery_k8s._PAUSE_S", 0.01)
+    async with api_server(tmp_path, monkeypatch) as api:
+        source = discovery_of("k8s:///prod/engines:grpc")
+        found = source.watch()
+        assert await newest(found) == set()
+        api.slices["a"] = slice_of("a", endpoint("10.0.0.1", ready=True), version=2)
+        broken = {"code": 500, "reason": "InternalError", "message": "etcd"}
+        api.events.put_nowait({"type": "ERROR", "object": broken})
+        await until_found(found, "10.0.0.1:50061")
+        assert source.last_error == ""
+        assert "cannot watch endpoint slices" in caplog.text
         await found.aclose()  # type: ignore[attr-defined]
 
 

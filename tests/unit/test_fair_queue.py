@@ -146,6 +146,7 @@ def test_control_first_come_first_served_starves(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served.Served, "of", lambda self, key: 0)
+    monkeypatch.setattr(served.Served, "least", lambda self, key: 0)
     engine = Engine(random.Random(seed), SIZES, rows=4)
     assert widest_gap(engine, 1500, "abc") > engine.bound
 
@@ -233,3 +234,57 @@ def test_a_full_queue_gives_up_the_youngest_of_the_longest_line(seed: int) -> No
     queue.add(request(rng, 11, tenant="b", priorities=0, arrival=11))
     queue.add(request(rng, 12, tenant="b", priorities=0, arrival=12))
     assert queue.expendable(0, "b") is None, "it would only be their turn next"
+
+
+def test_a_lone_tenant_is_never_compared(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a key was served is looked up row by row: nobody pays for it who shares with nobody."""
+    engine = Engine(random.Random(seed), SIZES, rows=4)
+    engine.ask("a")
+    with monkeypatch.context() as patched:
+        patched.setattr(served.Served, "of", lambda self, key: pytest.fail("looked up"))
+        for _ in range(50):
+            engine.ask("a", 3)
+            engine.step(preempts=True)
+    alone = dict(engine.queue._levels)
+    engine.ask("b")
+    assert alone[0].served.of("b") == alone[0].served.of("a") > 0, "who comes later owes nothing"
+
+
+def test_counters_are_those_of_a_look_at_every_request(seed: int) -> None:
+    """Some of them compute again what was told before they were preempted."""
+    for offset in range(20):
+        rng, found = random.Random(seed + offset), served.Served()
+        running: list[tuple[Any, int]] = []
+        owed: Counter[str] = Counter()
+        for key in range(200):
+            if running and rng.random() < 0.45:
+                one, before = running.pop(rng.randrange(len(running)))
+                found.stop(one)
+                owed[one.fairness_key] += OUTPUT_WEIGHT * (served.num_told(one) - before)
+            else:
+                one = request(rng, key, tenant=rng.choice("ab"))
+                one.told_len = rng.choice([0, 9])
+                found.start(one, len(one.committed))
+                owed[one.fairness_key] += PROMPT_WEIGHT * len(one.committed)
+                running.append((one, served.num_told(one)))
+            for one, _ in running:
+                one.committed += [0] * rng.randint(0, 2)
+            for tenant in "ab":
+                put_out = sum(
+                    served.num_told(one) - before
+                    for one, before in running
+                    if one.fairness_key == tenant
+                )
+                assert found.of(tenant) == owed[tenant] + OUTPUT_WEIGHT * put_out
+
+
+def test_who_comes_and_goes_behind_a_crowd_leaves_nothing(seed: int) -> None:
+    rng, queue = random.Random(seed), FairQueue()
+    queue.add(request(rng, 0, tenant="a", priorities=0, arrival=0))
+    for key in range(1, 2000):
+        one = request(rng, key, tenant=rng.choice("bcd"), priorities=0, arrival=key)
+        queue.add(one)
+        queue.remove(one)
+    (level,) = queue._levels.values()
+    assert len(level._heap) <= 8
+    assert [one.key for one in queue.in_order(-1)] == [0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -34,6 +35,9 @@ class Desk:
     def check_open(self) -> None:
         """Always."""
 
+    def admitting(self, method: str, trace: Any) -> Any:
+        return nullcontext()
+
     def submit(self, submit: Any, sink: Any, handle: int, trace: Any) -> int:
         self.submitted.set()
         return 10 + handle
@@ -54,7 +58,7 @@ async def test_why_a_cancelled_call_is_given_up(left_s: float | None, reason: Fi
     desk: Any = Desk()
     request = pb.GenerateRequest(spec=spec(1), n=2)
     running = asyncio.create_task(Generation(desk, Stream(left_s)).run(request))
-    await desk.submitted.wait()
+    await asyncio.wait_for(desk.submitted.wait(), 10)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert desk.released == [(10, reason), (11, reason)]

@@ -31,6 +31,8 @@ EXTRAS = {
 class Head:
     """Counts how often all logits are multiplied at once."""
 
+    vocab_share = None
+
     def __init__(self, weight: torch.Tensor, *, is_product: bool = True) -> None:
         self.weight = weight
         self.num_whole = 0

@@ -14,7 +14,8 @@ def record(message: str = "hello %s", **facts: object) -> logging.LogRecord:
 
 
 def test_json_line() -> None:
-    event = json.loads(log.Lines("engine", for_people=False).format(record(request_id="r-1", n=2)))
+    made = record(request_id="r-1", n=2, _mark_of_a_library=7)
+    event = json.loads(log.Lines("engine", for_people=False).format(made))
     assert event.pop("time").startswith("1970-01-01T00:00:00.")
     assert event == {
         "level": "info",
@@ -29,6 +30,14 @@ def test_json_line() -> None:
 def test_text_line() -> None:
     line = log.Lines("engine", for_people=True).format(record(request_id="r-1"))
     assert line.endswith("info    engine: hello you request_id=r-1")
+
+
+def test_a_text_line_is_one_line_whatever_others_sent() -> None:
+    forged = "/x\n12:00:00.000 error engine: gone\x1b[2J\u2028"
+    line = log.Lines("engine", for_people=True).format(record("%s", args=(forged,), user=forged))
+    assert line.isprintable()
+    assert line.count("\\n12:00") == 2
+    assert "\N{DOLPHIN}" in log.Lines("e", for_people=True).format(record("\N{DOLPHIN} %s"))
 
 
 def test_values_json_does_not_know_are_written_as_text() -> None:

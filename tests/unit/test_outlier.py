@@ -23,6 +23,17 @@ def test_ejection_grows_and_a_success_forgets() -> None:
     assert not outlier.is_ejected(20.0)
 
 
+def test_what_fails_while_it_is_ejected_was_on_its_way() -> None:
+    """200 requests that fail together are one ejection of the first length, not forty."""
+    outlier = Outlier()
+    for _ in range(200):
+        outlier.failed(0.0)
+    for _ in range(2):
+        outlier.lost(0.5)
+    assert outlier.num_ejections == 1
+    assert not outlier.is_ejected(1.0)
+
+
 def test_lost_sessions_eject_too_but_not_the_first() -> None:
     outlier = Outlier()
     outlier.lost(0.0)

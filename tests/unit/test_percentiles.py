@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +16,13 @@ def test_percentiles_are_values_that_were_seen() -> None:
     assert percentiles_ms([0.25]) == {"p50": 250.0, "p90": 250.0, "p99": 250.0}
     assert percentiles_ms([]) == {}
     assert percentiles_ms([0.001, 0.002], PERCENTS)["p50"] == 1.0, "not between the two"
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 99, 100, 101, 1000])
+def test_percentiles_are_those_of_numpy(size: int) -> None:
+    values = np.random.default_rng(size).lognormal(size=size)
+    theirs = np.percentile(values, PERCENTS, method="inverted_cdf")
+    assert nearest_rank(values.tolist(), PERCENTS) == theirs.tolist()
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=300), st.integers(1, 100))

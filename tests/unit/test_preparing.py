@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from engine_service.core.loop import CoreLoop
 from engine_service.core.messages import Abort, FinishReason, Reject, Shutdown, StepOutput
@@ -11,7 +12,7 @@ from tests.equivalence.harness import Setup, ToyEngine
 from tests.equivalence.toy_grammar import ToyGrammars, spec
 from tests.fakes import ToyModel
 from tests.unit.test_loop import Wire, submit
-from tidemill.runtime.errors import InvalidRequest, Unavailable
+from tidemill.runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 
 
 class SlowGrammars(ToyGrammars):
@@ -28,9 +29,9 @@ class SlowGrammars(ToyGrammars):
 class Desk:
     """A loop whose wire brings one batch of commands, then nothing."""
 
-    def __init__(self, *commands: object) -> None:
+    def __init__(self, *commands: object, **setup: int) -> None:
         self.grammars = SlowGrammars()
-        self.engine = ToyEngine(ToyModel(1), Setup(), grammars=self.grammars)
+        self.engine = ToyEngine(ToyModel(1), Setup(**setup), grammars=self.grammars)  # type: ignore[arg-type]
         self.wire = Wire(list(commands))  # type: ignore[arg-type]
         self.loop = CoreLoop(
             inbox=self.wire,
@@ -92,3 +93,36 @@ def test_a_shutdown_answers_what_is_being_prepared() -> None:
     desk.loop.run()
     desk.grammars.may_go.set()
     assert isinstance(desk.answers()[1], Unavailable)
+
+
+def test_no_more_grammars_are_compiled_than_requests_may_wait() -> None:
+    """Nobody would ever refuse a flood of them else: it is not in the queue yet."""
+    flood = [submit(key, [1, 2], constraint=spec(key)) for key in range(1, 6)]
+    desk = Desk(*flood, submit(6, [1, 2]), max_queued_requests=3)
+    refused = desk.turn_until(3)
+    assert refused.keys() == {4, 5, 6}
+    for key in (4, 5):
+        error = refused[key]
+        assert isinstance(error, Overloaded)
+        assert "3 requests are waiting" in error.message
+        assert error.retry_after_ms is not None
+    assert refused[6] is FinishReason.LENGTH
+    desk.grammars.may_go.set()
+    assert desk.turn_until(6).keys() == {1, 2, 3, 4, 5, 6}
+
+
+def test_a_deadline_passes_while_a_grammar_is_compiled() -> None:
+    """The caller hears of it at once; the compilation, which nobody can stop, still counts."""
+    soon = time.monotonic_ns() + 20_000_000
+    late = submit(1, [1, 2], constraint=spec(4), deadline_ns=soon)
+    patient = submit(2, [1, 2], constraint=spec(5))
+    desk = Desk(late, patient, max_queued_requests=2)
+    answers = desk.turn_until(1)
+    assert time.monotonic_ns() >= soon
+    assert answers.keys() == {1}
+    assert isinstance(answers[1], DeadlineExceeded)
+    desk.wire.batches.append([submit(3, [1, 2], constraint=spec(6))])
+    assert isinstance(desk.turn_until(2)[3], Overloaded)
+    desk.grammars.may_go.set()
+    assert desk.turn_until(3)[2] is FinishReason.STOP_TOKEN
+    assert not desk.engine.scheduler.has_work

@@ -10,7 +10,7 @@ import torch
 from engine_service.config import EngineConfig
 from engine_service.core.step import FULL
 from engine_service.resolve import resolve
-from tidemill.runtime.errors import InvalidRequest, Unsupported
+from tidemill.runtime.errors import InvalidRequest
 
 
 def run(device: str = "cpu", *, block: int = 1, length: int = 1000, vocab: int = 1000, **flags):
@@ -85,9 +85,3 @@ def test_wrong_values_are_refused_with_the_fix(flags, param, words):
 @pytest.mark.parametrize("page_size", [4, 8, 16, 32, 48])
 def test_divisors_and_multiples_of_the_block_are_fine(page_size):
     assert run(block=16, page_size=page_size).page_size == page_size
-
-
-def test_more_than_one_gpu_is_unsupported():
-    with pytest.raises(Unsupported) as caught:
-        run("cuda", tensor_parallel_size=2)
-    assert caught.value.param == "tensor_parallel_size"

@@ -28,6 +28,8 @@ def logits_of(token: int, position: int) -> torch.Tensor:
 class HandModel:
     """Hidden state: (token, position). Logits: `logits_of`. Attention plays no part."""
 
+    vocab_share = None
+
     def __init__(self, shift: int = 1) -> None:
         self.traits = SimpleNamespace(logits_shift=shift, windows=(None,))
         self.largest_logits = 0

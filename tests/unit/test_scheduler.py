@@ -78,6 +78,7 @@ class Desk:
         )
         self.tokens: dict[int, int] = {}
         self.finishes: dict[int, Finish] = {}
+        self.opened: dict[int, int] = {}
         self.key_of_row: dict[int, int] = {}
 
     def submit(
@@ -127,15 +128,23 @@ class Desk:
         return ran
 
     def read(self, output: StepOutput | None) -> None:
-        """Counts tokens; a second terminal event fails."""
+        """Counts tokens; a second terminal event fails, and first tokens without what the cache
+        had of their prompt."""
         if output is None:
             return
         for key, count in zip(output.keys, output.counts, strict=True):
             assert key not in self.finishes, "something after the end"
             self.tokens[key] += count
+        for row, cached in output.opened:
+            assert output.keys[row] not in self.opened, "opened twice"
+            assert self.tokens[output.keys[row]] == output.counts[row] > 0, "not the first tokens"
+            self.opened[output.keys[row]] = cached
         for row, finish in output.finished:
-            assert output.keys[row] not in self.finishes, "a second end"
-            self.finishes[output.keys[row]] = finish
+            key = output.keys[row]
+            assert key not in self.finishes, "a second end"
+            self.finishes[key] = finish
+            told = self.opened.get(key)
+            assert told == (finish.usage.cached_tokens if self.tokens[key] else None)
 
     def run(self, limit: int = 3000) -> None:
         """To the end, without leaks."""
@@ -169,6 +178,16 @@ def test_diffusion_and_autoregression_share_a_step_and_its_budget() -> None:
     assert desk.step() == {1: (9, 10), 2: (8, 16)}
     desk.run()
     assert desk.tokens == {1: 20, 2: 20}
+
+
+def test_first_tokens_say_what_the_cache_had_of_the_prompt() -> None:
+    """The prompts of keys 1 and 91 are the same; `Desk.read` compares with what the end says."""
+    desk = Desk()
+    for key in (1, 91):
+        desk.submit(key, 40, 4)
+        desk.run()
+    assert desk.opened[1] == 0
+    assert 0 < desk.opened[91] < 40
 
 
 def test_waiting_requests_go_by_priority_then_arrival() -> None:

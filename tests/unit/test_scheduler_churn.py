@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ import pytest
 from engine_service.core.draft import StepDraft
 from engine_service.core.messages import Abort, Finish, FinishReason
 from engine_service.core.output import OutputWriter
+from engine_service.core.params import SchedulerLimits
 from engine_service.core.planner import Planner
 from engine_service.core.request import Ending, Request
 from engine_service.core.scheduler import Scheduler
@@ -212,8 +214,9 @@ def preempted_request_keeps_its_pages() -> Broken:
 def budget_is_overrun() -> Broken:
     real = StepDraft.__init__
 
-    def init(self: StepDraft, tokens: int, logits: int, canvases: int) -> None:
-        real(self, tokens + 1, logits + 1, canvases)
+    def init(self: StepDraft, limits: SchedulerLimits, num_rows: int) -> None:
+        tokens, logits = limits.token_budget + 1, limits.logit_budget + 1
+        real(self, replace(limits, token_budget=tokens, logit_budget=logits), num_rows)
 
     return StepDraft, "__init__", init
 

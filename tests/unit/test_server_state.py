@@ -24,7 +24,7 @@ from engine_service.simulated import SimulatedExecutor, first_token_seed
 from tests.waiting import PATIENCE_S
 
 S = EngineState
-IDLE, BUSY = Load(1, 0, 0, 0, 8), Load(8, 2, 9, 8, 8)
+IDLE, BUSY = Load(0, 0, 0, 0, 8), Load(1, 0, 0, 1, 8)
 
 
 def board(*states: EngineState) -> StateBoard:

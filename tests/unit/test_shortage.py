@@ -15,6 +15,7 @@ import torch
 from engine_service import rank
 from engine_service.config import EngineConfig
 from engine_service.core.messages import Fatal
+from engine_service.distributed import Group
 from engine_service.worker import graphs, memory, worker
 from engine_service.worker.buckets import Bucket
 from engine_service.worker.shortage import is_out_of_memory
@@ -144,6 +145,18 @@ def test_graphs_without_memory_are_done_without(
     monkeypatch.setattr(graphs, "StepGraphs", raising(ZeroDivisionError("a bug")))
     with pytest.raises(ZeroDivisionError):
         demo()
+
+
+def test_of_several_ranks_none_does_without_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' sums are those of padded steps: they would wait for ever."""
+    executor = demo().engine.executor
+    assert isinstance(executor, Worker)
+    executor.group = Group(1, 2)
+    monkeypatch.setattr(graphs, "StepGraphs", raising(SHORT))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    with pytest.raises(InvalidRequest, match=r"of this rank do not fit: .*--enforce-eager"):
+        executor._capture(executor._runner._program, [Bucket(2, 2, 1, 2)])
 
 
 class Wire:

@@ -22,6 +22,8 @@ def test_parse_and_print() -> None:
     context = parse(HEADER, "vendor=1")
     assert context is not None
     assert (context.traceparent, context.state, context.sampled) == (HEADER, "vendor=1", True)
+    assert parse(HEADER, "v=" + "1" * 510) == context._replace(state="v=" + "1" * 510)
+    assert parse(HEADER, "v=" + "1" * 511) == context._replace(state=""), "who calls sets its size"
     later = parse(HEADER.replace("00-", "01-", 1) + "-more")
     assert later is not None
     assert later.trace_id == context.trace_id
@@ -37,6 +39,8 @@ def test_parse_and_print() -> None:
         "ff" + HEADER[2:],
         f"00-{'0' * 32}-b7ad6b7169203331-01",
         f"00-0af7651916cd43dd8448eb211c80319c-{'0' * 16}-01",
+        HEADER + "-more",
+        HEADER + "," + HEADER,
     ],
 )
 def test_malformed_headers_start_a_new_trace(odd: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine_service.core.loop import CoreLoop
-from engine_service.core.messages import STEP_BOUNDS, SetTracing, StepTrace, Tally
-from engine_service.core.step import Memory
+from engine_service.core.messages import STEP_BOUNDS, RankTrace, SetTracing, StepTrace, Tally
+from engine_service.core.step import Memory, StepPlan
 from engine_service.core.tally import Counting
 from engine_service.core.warm_up import warm_up
 from engine_service.core.watch import Watch
@@ -71,6 +71,24 @@ def test_traced_steps(asked: tuple[bool, int], wanted: int) -> None:
     if asked[0]:
         assert steps[0].num_tokens == 3 + 1
         assert steps[0].num_new_rows == 2
+
+
+def test_what_other_ranks_did_comes_behind_its_step() -> None:
+    """However early they are done; and nobody asks them to tell unless somebody wants to know."""
+    engine, told = ToyEngine(ToyModel(0), Setup()), list[RankTrace]()
+    watch = Watch(engine.scheduler.planner, Memory, lambda: [told.pop() for _ in range(len(told))])
+    plan = StepPlan(seq=7, new_rows=(), page_appends=(), own_spans=())
+    watch.ask(SetTracing(members=False, every=1))
+    assert not watch.launching(plan, 1).is_timed
+    watch.collected(plan)
+    told.append(RankTrace(7, 1, 2, 3))
+    assert [type(one) for one in watch.take(0.0)] == [StepTrace]
+    watch.ask(SetTracing(members=False, every=1, ranks=True))
+    assert watch.launching(plan, 1).is_timed
+    assert watch.take(0.0) == []
+    watch.collected(plan)
+    assert [type(one) for one in watch.take(0.0)] == [StepTrace, RankTrace]
+    assert watch.take(0.0) == []
 
 
 def test_a_request_runs_before_the_first_one_and_leaves_nothing() -> None:

@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from engine_service.config import EngineConfig
+from engine_service.distributed import ALONE, Group
 from engine_service.models.base import CausalModel
 from engine_service.worker.checkpoint import fetch_checkpoint
-from engine_service.worker.weights import load_model, read_traits, resolve_dtype, weight_files
+from engine_service.worker.files import weight_files
+from engine_service.worker.weights import load_model, read_traits, resolve_dtype
 from tidemill.runtime.errors import InvalidRequest, NotFound, ServiceError, Unsupported
 
 CPU = torch.device("cpu")
@@ -61,7 +63,10 @@ def random_tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def load(
-    folder: Path, reports: list[tuple[str, int, int]] | None = None, **config: Any
+    folder: Path,
+    reports: list[tuple[str, int, int]] | None = None,
+    group: Group = ALONE,
+    **config: Any,
 ) -> CausalModel:
     settings = EngineConfig(model=str(folder), **config)
     checkpoint = fetch_checkpoint(settings, lambda *_: None)
@@ -70,7 +75,14 @@ def load(
         if reports is not None:
             reports.append((stage, done, total))
 
-    return load_model(settings, checkpoint, device=CPU, dtype=torch.float32, report=report)
+    return load_model(
+        settings, checkpoint, device=CPU, dtype=torch.float32, report=report, group=group
+    )
+
+
+def views_of(model: CausalModel) -> dict[str, torch.Tensor]:
+    """What every tensor of the checkpoint went to, of a model that one rank holds."""
+    return {name: slot.pieces[0].view for name, slot in model.weight_slots().items()}
 
 
 def refuse(kind: type[ServiceError], folder: Path, match: str) -> ServiceError:
@@ -83,7 +95,7 @@ def test_every_tensor_lands_in_its_slot(tmp_path: Path, seed: int) -> None:
     tensors = random_tensors(seed)
     write(tmp_path, tensors)
     reports: list[tuple[str, int, int]] = []
-    slots = load(tmp_path, reports).weight_slots()
+    slots = views_of(load(tmp_path, reports))
     assert slots.keys() == tensors.keys()
     for name, slot in slots.items():
         assert torch.equal(slot, tensors[name]), name
@@ -104,7 +116,7 @@ def test_other_formats_are_converted(tmp_path: Path, seed: int) -> None:
     write(tmp_path, halves)
     model = load(tmp_path)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    for name, slot in model.weight_slots().items():
+    for name, slot in views_of(model).items():
         assert torch.equal(slot, halves[name].float()), name
 
 
@@ -178,7 +190,7 @@ def test_wrong_shape(tmp_path: Path, seed: int) -> None:
 def test_quantized_tensor(tmp_path: Path, seed: int) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     write(tmp_path, random_tensors(seed) | {name: torch.ones(16, 24, dtype=torch.int8)})
-    refuse(Unsupported, tmp_path, r"down_proj.weight has number format torch\.int8")
+    refuse(Unsupported, tmp_path, r"down_proj.weight has number format I8")
 
 
 @pytest.mark.parametrize("kept", [0, 4, 40, 2000, -1])
@@ -222,7 +234,7 @@ def shard(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 def test_shards(tmp_path: Path, seed: int) -> None:
     tensors = random_tensors(seed)
     shard(tmp_path, tensors)
-    for name, slot in load(tmp_path).weight_slots().items():
+    for name, slot in views_of(load(tmp_path)).items():
         assert torch.equal(slot, tensors[name]), name
 
 
@@ -257,7 +269,7 @@ def test_files_of_another_layout_are_found(tmp_path: Path) -> None:
 def test_dummy_weights_depend_on_seed_and_name_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     first, again, other = (
-        load(tmp_path, load_format="dummy", seed=seed).weight_slots() for seed in (1, 1, 2)
+        views_of(load(tmp_path, load_format="dummy", seed=seed)) for seed in (1, 1, 2)
     )
     name = "model.layers.0.mlp.up_proj.weight"
     assert all(torch.equal(first[key], again[key]) for key in first)
@@ -266,14 +278,48 @@ def test_dummy_weights_depend_on_seed_and_name_only(tmp_path: Path) -> None:
     assert first[name].std() == pytest.approx(16**-0.5, rel=0.2)
     assert bool((first["model.norm.weight"] == 1).all())
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
-    shorter = load(tmp_path, load_format="dummy", seed=1).weight_slots()
+    shorter = views_of(load(tmp_path, load_format="dummy", seed=1))
     assert torch.equal(first[name], shorter[name])
 
 
-def test_tensor_parallel_is_refused(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_ranks_hold_shares_of_the_same_tensors(
+    tmp_path: Path, seed: int, size: int, load_format: str
+) -> None:
+    """Put together by the checkpoint's axes they are the whole; four ranks share two KV heads."""
     write(tmp_path, random_tensors(seed))
-    with pytest.raises(Unsupported, match="tensor_parallel_size 2"):
-        load(tmp_path, tensor_parallel_size=2)
+    whole = views_of(load(tmp_path, load_format=load_format))
+    filled = {name: torch.full(view.shape, torch.nan) for name, view in whole.items()}
+    shares = [
+        load(tmp_path, load_format=load_format, group=Group(rank, size)) for rank in range(size)
+    ]
+    for model in shares:
+        for name, slot in model.weight_slots().items():
+            assert slot.shape == whole[name].shape
+            for view, where in slot.pieces:
+                filled[name][where or ...] = view
+    for name, view in whole.items():
+        assert torch.equal(filled[name], view), name
+    held = sum(slot.nbytes for slot in shares[0].weight_slots().values())
+    assert held < sum(view.nbytes for view in whole.values()) * (0.6 if size == 2 else 0.4)
+
+
+def test_a_rank_reads_no_more_than_its_share(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, random_tensors(seed))
+    sizes: list[int] = []
+    copy = torch.Tensor.copy_
+
+    def watched(view: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.nbytes)
+        return copy(view, tensor)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", watched)
+    model = load(tmp_path, group=Group(1, 2))
+    slots = model.weight_slots().values()
+    assert sorted(sizes)[-5:] == sorted(p.view.nbytes for slot in slots for p in slot.pieces)[-5:]
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])

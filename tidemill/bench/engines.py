@@ -85,7 +85,7 @@ class OpenEngine:
             "architecture": facts.architecture,
             "device": facts.device,
             "dtype": facts.dtype,
-            "gpus": self.config.tensor_parallel_size,
+            "gpus": self.config.num_ranks,
             "max_rows": facts.max_rows,
             "max_model_len": facts.max_model_len,
             "page_size": facts.page_size,

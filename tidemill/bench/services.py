@@ -38,7 +38,8 @@ class Services:
     ports: list[int]
     grpc_ports: list[int]
     processes: Mapping[str, psutil.Process]
-    """By role: supervisor, engine server, rank 0, frontend 0, ..."""
+    """By role: supervisor, engine server, rank 0, frontend 0, ...; of several engines `engine 1
+    server` and `engine 1 rank 0`."""
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds of every process since its start."""
@@ -46,29 +47,35 @@ class Services:
 
 
 @contextmanager
-def running_services(config: EngineConfig, num_frontends: int) -> Iterator[Services]:
-    """An engine with `num_frontends` frontends on free ports, ready; stopped at the end.
+def running_services(
+    config: EngineConfig, num_frontends: int, num_engines: int = 1
+) -> Iterator[Services]:
+    """Engines with `num_frontends` frontends on free ports, ready; stopped at the end.
 
     Raises RuntimeError with the end of its log when one of them ends before it is ready.
     """
-    (engine_port,) = _free_ports(1)
-    flags = [*_engine_flags(config), f"--engine-port={engine_port}", "--drain-timeout-s=1"]
-    beside = [_frontend(engine_port)] * (num_frontends - 1)
+    engine_ports = _free_row(num_engines)
+    flags = [*_engine_flags(config), f"--engine-port={engine_ports[0]}", "--drain-timeout-s=1"]
+    if num_engines > 1:
+        flags.append(f"--data-parallel-size={num_engines}")
+    beside = [_frontend(*engine_ports)] * (num_frontends - 1)
     with _started([["serve", *flags], *beside]) as (processes, ports, grpc_ports):
         yield Services(ports, grpc_ports, _roles(processes))
 
 
 @contextmanager
-def services_of(config: EngineConfig, num_frontends: int, shape: str | None) -> Iterator[Services]:
+def services_of(
+    config: EngineConfig, num_frontends: int, shape: str | None, num_engines: int = 1
+) -> Iterator[Services]:
     """The same; a shape gets random weights and a tokenizer of its size instead of a model."""
     if shape is None:
-        with running_services(config, num_frontends) as services:
+        with running_services(config, num_frontends, num_engines) as services:
             yield services
         return
     with shape_folder(shape) as folder:
         write_tokenizer(folder, read_shape(shape)["vocab_size"])
         config = replace(config, model=str(folder), load_format="dummy")
-        with running_services(config, num_frontends) as services:
+        with running_services(config, num_frontends, num_engines) as services:
             yield services
 
 
@@ -81,8 +88,8 @@ def running_frontends(engine_port: int, num_frontends: int, *flags: str) -> Iter
         yield Services(ports, grpc_ports, roles)
 
 
-def _frontend(engine_port: int) -> list[str]:
-    address = f"--engine={_HOST}:{engine_port}"
+def _frontend(*engine_ports: int) -> list[str]:
+    address = "--engine=" + ",".join(f"{_HOST}:{port}" for port in engine_ports)
     return ["frontend", address, f"--connect-timeout-s={_START_S}", "--drain-timeout-s=1"]
 
 
@@ -159,16 +166,31 @@ def _is_healthy(port: int) -> bool:
 def _roles(started: list[subprocess.Popen[bytes]]) -> dict[str, psutil.Process]:
     """The processes below `tidemill serve` and beside it, by what they do."""
     supervisor = psutil.Process(started[0].pid)
-    below = {child.cmdline()[2]: child for child in supervisor.children()}
-    server = below["engine_service"]
-    ranks = sorted(server.children(recursive=True), key=lambda one: one.pid)
-    beside = [psutil.Process(process.pid) for process in started[1:]]
-    return {
-        "supervisor": supervisor,
-        "engine server": server,
-        **{f"rank {number}": rank for number, rank in enumerate(ranks)},
-        **{f"frontend {n}": one for n, one in enumerate([below["frontend"], *beside])},
-    }
+    below = sorted(supervisor.children(), key=lambda one: one.pid)
+    servers = [one for one in below if one.cmdline()[2] == "engine_service"]
+    roles = {"supervisor": supervisor}
+    for engine, server in enumerate(servers):
+        which = f"engine {engine} " if len(servers) > 1 else ""
+        roles[f"{which}server" if which else "engine server"] = server
+        ranks = sorted(server.children(recursive=True), key=lambda one: one.pid)
+        roles |= {f"{which}rank {number}": rank for number, rank in enumerate(ranks)}
+    fronts = [one for one in below if one.cmdline()[2] == "frontend"]
+    fronts += [psutil.Process(process.pid) for process in started[1:]]
+    return roles | {f"frontend {number}": one for number, one in enumerate(fronts)}
+
+
+def _free_row(count: int) -> list[int]:
+    """Free ports that follow each other."""
+    while True:
+        (first,) = _free_ports(1)
+        row = list(range(first, first + count))
+        try:
+            with ExitStack() as stack:
+                for port in row:
+                    stack.enter_context(socket.socket()).bind((_HOST, port))
+        except (OSError, OverflowError):
+            continue
+        return row
 
 
 def _free_ports(count: int) -> list[int]:

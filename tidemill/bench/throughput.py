@@ -72,7 +72,7 @@ def _run_sets(
     options: ThroughputOptions, engine: OpenEngine, sets: list[RequestSet]
 ) -> dict[str, Any]:
     ceilings = ceilings_of(engine.llm.facts.device)
-    hf_config, gpus = engine.hf_config(), engine.config.tensor_parallel_size
+    hf_config, gpus = engine.hf_config(), engine.config.num_ranks
     rows = []
     for drawn in sets:
         requests = drawn.within(engine.llm.facts.vocab_size)

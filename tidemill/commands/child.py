@@ -1,6 +1,7 @@
 """One service as a child process that cannot outlive us. It does not know which service."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -33,7 +34,9 @@ class Child:
     ) -> "Child":
         """`on_line` hears every line of its stderr.
 
-        A session of its own keeps Ctrl-C for us, who then stop the services in order.
+        A session of its own keeps Ctrl-C for us, who then stop the services in order. Threads of
+        gRPC may run here: what is forked calls one function of libc before it becomes another
+        program, and nothing of theirs.
         """
         ours = os.getpid()
         process = await asyncio.create_subprocess_exec(
@@ -50,6 +53,10 @@ class Child:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.returncode is None
 
     async def wait(self) -> int:
         """Its exit status, negative for a signal, once it has ended and its lines are read."""
@@ -71,7 +78,9 @@ class Child:
     def kill(self) -> None:
         """Ends it and everything it started, at once."""
         if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            # It may have ended just now, which is told a turn of the event loop later.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def ending(code: int) -> str:

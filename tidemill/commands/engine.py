@@ -1,18 +1,43 @@
-"""`tidemill engine`: the engine in this process."""
+"""`tidemill engine`: the engine in this process, or several that this process watches over."""
 
+import asyncio
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from engine_service.config import EngineConfig
+from engine_service.nodes import serving_node
+from tidemill.commands import ports
+from tidemill.commands.engine_group import EnginePlan, engines_of, placed, wishes_of, with_ports
+from tidemill.commands.launcher_config import LauncherConfig
 from tidemill.commands.spellings import ours
 from tidemill.runtime import options
 
 
 def run(argv: Sequence[str]) -> int:
-    """Serves until SIGTERM; returns the exit status."""
-    given = ours(argv)
-    options.parse(
-        [EngineConfig], given, prog="tidemill engine", positional="model"
+    """Serves until SIGTERM; returns the exit status. Raises InvalidRequest for several engines of
+    which each would refuse its place among hosts."""
+    launcher, config = options.parse(
+        [LauncherConfig, EngineConfig], ours(argv), prog="tidemill engine", positional="model"
     )  # --help before slow imports
-    from engine_service.__main__ import main
+    if launcher.data_parallel_size == 1:
+        from engine_service.__main__ import serve
 
-    return main(given)
+        return serve(config)
+    serving_node(config, os.environ)
+    return asyncio.run(_supervise(settled(config, launcher.data_parallel_size)))
+
+
+async def _supervise(engines: Sequence[EnginePlan]) -> int:
+    from tidemill.commands.supervisor import Supervisor
+
+    return await Supervisor("engine", engines).run()
+
+
+def settled(config: EngineConfig, count: int) -> list[EnginePlan]:
+    """The engines as they are started, with free ports. Where they speak TLS we ask for their
+    health on a port of its own, because they may ask for a certificate that we have not."""
+    if config.tls_cert is not None and config.health_port is None:
+        config = replace(config, health_port=0)
+    engines = engines_of(config, count)
+    return placed(with_ports(engines, ports.settle(wishes_of(engines))))

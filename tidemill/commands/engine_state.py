@@ -1,6 +1,7 @@
 """What a supervisor asks: of an engine its state and what it serves, of a frontend its health."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from tidemill.runtime.rpc import channel_options
 from tidemill.v1 import engine_pb2, engine_pb2_grpc
 
 _MESSAGE_BYTES = 4 << 20
+_ANSWER_S = 10.0
+"""Whoever takes a connection and says nothing is asked again on another one."""
+_OTHERS_S = 10.0  # a frontend asks an engine that was away again within half of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,3 +91,24 @@ async def probed(address: str, every_s: float) -> None:
         while status != wanted:
             await asyncio.sleep(every_s)
             status = (await check(question, wait_for_ready=True)).status
+
+
+async def healthy(host: str, port: int, every_s: float) -> None:
+    """Returns when GET /health answers that all is well, or some time after it was 200 first: the
+    frontend is ready with one engine and may still be on its way to others."""
+    ask = b"GET /health HTTP/1.1\r\nHost: tidemill\r\nConnection: close\r\n\r\n"
+    loop = asyncio.get_running_loop()
+    until = None
+    while until is None or loop.time() < until:
+        await asyncio.sleep(every_s)
+        answer = b""
+        with contextlib.suppress(OSError):  # being late is one
+            async with asyncio.timeout(_ANSWER_S):
+                reader, writer = await asyncio.open_connection(host, port)
+                with contextlib.closing(writer):
+                    writer.write(ask)
+                    answer = await reader.read()
+        if answer.startswith(b"HTTP/1.1 200 "):
+            if b'"status":"healthy"' in answer.replace(b" ", b""):
+                return
+            until = until or loop.time() + _OTHERS_S

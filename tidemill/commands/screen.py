@@ -3,10 +3,12 @@
 It does not know processes; on a terminal lines are made readable, elsewhere they pass as they are.
 """
 
+import contextlib
 import json
 import shlex
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -19,14 +21,42 @@ from tidemill.runtime import log
 _WORTH_TELLING_S = 0.05
 
 
-class Screen:
-    """Writes log lines and progress to stderr, and the Ready block to stdout."""
+class _Way:
+    """The stages of one engine's start, and how long each took."""
 
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
-        self._seconds: dict[str, float] = {}
-        self._started = self._changed = time.monotonic()
+    def __init__(self, progress: Progress, label: str) -> None:
+        self._progress = progress
+        self._label = label
+        self.seconds: dict[str, float] = {}
+        self.began = self.changed = time.monotonic()
         self._stage = "starting processes"
+        self._task = progress.add_task(self._label + self._stage, total=None)
+
+    def go(self, detail: str) -> None:
+        """On to a stage: a name, and `3/12` behind it where a number is known."""
+        name, _, count = detail.rpartition(" ")
+        done, _, total = count.partition("/")
+        known = name != "" and done.isdecimal() and total.isdecimal()
+        self.enter(name if known else detail)
+        if known:
+            self._progress.update(self._task, completed=int(done), total=int(total))
+
+    def enter(self, stage: str) -> None:
+        if stage == self._stage:
+            return
+        now = time.monotonic()
+        self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self.changed
+        self._stage, self.changed = stage, now
+        self._progress.reset(self._task, description=self._label + stage, total=None)
+
+
+class Screen:
+    """Writes log lines and progress to stderr, and the Ready block to stdout. `prog` is the command
+    that errors name, `engines` are the names of those that are on their way."""
+
+    def __init__(self, prog: str, engines: Sequence[str]) -> None:
+        self._prog = prog
+        self._console = Console(stderr=True, highlight=False)
         self._reasons: dict[str, str] = {}
         columns = (
             SpinnerColumn(),
@@ -35,72 +65,104 @@ class Screen:
             TimeElapsedColumn(),
         )
         self._progress = Progress(*columns, console=self._console, transient=True)
-        self._task = self._progress.add_task(self._stage, total=None)
+        labels = {name: f"{name}: " if len(engines) > 1 else "" for name in engines}
+        self._ways = {name: _Way(self._progress, label) for name, label in labels.items()}
         if self._console.is_terminal:
             self._progress.start()
 
-    def line(self, module: str, line: str) -> None:
-        """One line of a service's stderr."""
+    def line(self, name: str, line: str, labels: Mapping[str, str]) -> None:
+        """One line of a service's stderr. `labels` say which one of several it is: fields of a JSON
+        line, words in front of any other."""
         event = _event(line)
         if event is None or event["level"] in ("error", "critical"):
-            self._reasons[module] = line.strip() if event is None else str(event["message"])
-        if event is not None and self._console.is_terminal:
-            line = log.as_text(event)
-        self._console.print(line, markup=False, soft_wrap=True)
+            self._reasons[name] = line.strip() if event is None else str(event["message"])
+        if event is None:
+            line = "".join(f"{value}: " for value in labels.values()) + line
+        elif self._console.is_terminal:
+            line = log.as_text(event | dict(labels))
+        elif labels:
+            line = json.dumps(event | dict(labels))
+        with _despite_full_disk():
+            self._console.print(line, markup=False, soft_wrap=True)
 
-    def stage(self, detail: str) -> None:
-        """What start-up is doing: a name, and `3/12` behind it where a number is known."""
-        name, _, count = detail.rpartition(" ")
-        done, _, total = count.partition("/")
-        known = name != "" and done.isdecimal() and total.isdecimal()
-        self._enter(name if known else detail)
-        if known:
-            self._progress.update(self._task, completed=int(done), total=int(total))
+    def stage(self, name: str, detail: str) -> None:
+        """What an engine's start is doing."""
+        self._ways[name].go(detail)
 
-    def ready(self, facts: Serving, frontend: FrontendConfig, host: str) -> None:
+    def _last(self) -> _Way:
+        """The way of the engine that all waited for."""
+        return max(self._ways.values(), key=lambda way: way.changed)
+
+    def waits_for_frontend(self) -> None:
+        """The engines serve."""
+        self._last().enter("frontend")
+
+    def ready(self, engines: Sequence[Serving], frontend: FrontendConfig, host: str) -> None:
         """The one block that says what is served where, and how to try it."""
-        self._enter("")
+        way, facts = self._last(), engines[0]
+        way.enter("")
         self.close()
         model = frontend.served_model_name or facts.model
         url = f"{'http' if frontend.tls_cert is None else 'https'}://{host}:{frontend.http_port}/v1"
         path, ask = _trial(model, facts)
-        spent = {name: f"{s:.1f}" for name, s in self._seconds.items() if s >= _WORTH_TELLING_S}
+        spent = {name: f"{s:.1f}" for name, s in way.seconds.items() if s >= _WORTH_TELLING_S}
         stages = ", ".join(f"{name} {seconds}" for name, seconds in spent.items())
-        pages = f"{facts.num_pages:,} pages of {facts.page_size}"
-        kept = f"{facts.kv_tokens:,} tokens ({pages})" if facts.method else "none is kept"
+        pages = sum(one.num_pages for one in engines)
+        tokens = f"{sum(one.kv_tokens for one in engines):,} tokens"
+        kept = (
+            f"{tokens} ({pages:,} pages of {facts.page_size})" if facts.method else "none is kept"
+        )
         print(
-            f"\nTidemill is ready after {self._changed - self._started:.1f} s ({stages})",
+            f"\nTidemill is ready after {way.changed - way.began:.1f} s ({stages})",
             f"  model   {model}: {facts.architecture}, {facts.method or 'encoder'}",
-            f"  device  {facts.device}, {facts.dtype}",
+            f"  device  {', '.join(dict.fromkeys(one.device for one in engines))}, {facts.dtype}",
             f"  HTTP    {url}",
             f"  gRPC    {host}:{frontend.grpc_port} (tidemill.v1.TextService)",
-            f"  engine  {frontend.engine}",
-            f"  KV      {kept},"
-            f" {facts.max_rows} requests at a time, {facts.max_model_len:,} tokens each",
+            f"  engine  {frontend.engine.replace(',', ', ')}",
+            f"  KV      {kept}, {sum(one.max_rows for one in engines)} requests at a time,"
+            f" {facts.max_model_len:,} tokens each",
             f"\n  curl {_safety(frontend)}{url}/{path} -H 'content-type: application/json'"
             f" -d {shlex.quote(json.dumps(ask))}\n",
             sep="\n",
             flush=True,
         )
 
-    def died(self, module: str, how: str) -> None:
-        """A service ended that should not have."""
-        reason = self._reasons.get(module)
-        print(
-            f"tidemill serve: {module} {how}" + (f": {reason}" if reason else ""), file=sys.stderr
-        )
+    def all_serve(self, addresses: Sequence[str]) -> None:
+        """What there is to say where no frontend makes them one server."""
+        self.close()
+        self._tell(f"all {len(addresses)} engines serve: {', '.join(addresses)}")
+
+    def restarts(self, name: str, how: str, pause_s: float) -> None:
+        """An engine ended, and others serve: it will be there again."""
+        self._tell(f"{self._ended(name, how)}; the others serve, it starts again in {pause_s:g} s")
+
+    def returned(self, name: str, seconds: float) -> None:
+        """It serves again."""
+        self._reasons.pop(name, None)
+        self._tell(f"{name} serves again, {seconds:.1f} s after its start")
+
+    def died(self, name: str, how: str) -> None:
+        """A service ended that should not have, and with it everything."""
+        self._tell(self._ended(name, how))
 
     def close(self) -> None:
+        """No more progress; lines go on."""
         if self._console.is_terminal:
             self._progress.stop()
 
-    def _enter(self, stage: str) -> None:
-        if stage == self._stage:
-            return
-        now = time.monotonic()
-        self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + now - self._changed
-        self._stage, self._changed = stage, now
-        self._progress.reset(self._task, description=stage, total=None)
+    def _ended(self, name: str, how: str) -> str:
+        reason = self._reasons.get(name)
+        return f"{name} {how}" + (f": {reason}" if reason else "")
+
+    def _tell(self, text: str) -> None:
+        with _despite_full_disk():
+            print(f"{self._prog}: {text}", file=sys.stderr, flush=True)
+
+
+def _despite_full_disk() -> contextlib.suppress:
+    """Lines that cannot be written are lost: a service whose lines nobody takes any more would stop
+    as soon as the pipe between is full."""
+    return contextlib.suppress(OSError)
 
 
 def _safety(frontend: FrontendConfig) -> str:

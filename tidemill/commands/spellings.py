@@ -7,8 +7,11 @@ SPELLINGS: Mapping[str, str] = MappingProxyType(
     {
         "--block-size": "--page-size",
         "--context-length": "--max-model-len",
+        "--dp-size": "--data-parallel-size",
+        "--dist-init-addr": "--leader-address",
         "--enable-prefix-caching": "--prefix-caching",
         "--gpu-memory-utilization": "--memory-fraction",
+        "--master-addr": "--leader-address",
         "--max-num-batched-tokens": "--token-budget",
         "--max-num-queued-reqs": "--max-queued-requests",
         "--max-num-seqs": "--max-rows",
@@ -17,10 +20,13 @@ SPELLINGS: Mapping[str, str] = MappingProxyType(
         "--no-enable-prefix-caching": "--no-prefix-caching",
         "--otlp-traces-endpoint": "--otlp-endpoint",
         "--port": "--http-port",
+        "--pp-size": "--pipeline-parallel-size",
         "--ssl-certfile": "--tls-cert",
         "--ssl-keyfile": "--tls-key",
         "--shutdown-timeout": "--drain-timeout-s",
         "--tp-size": "--tensor-parallel-size",
+        "-dp": "--data-parallel-size",
+        "-pp": "--pipeline-parallel-size",
         "-tp": "--tensor-parallel-size",
     }
 )

@@ -12,6 +12,7 @@
       FailedPrecondition  the two sides speak different protocols
       EngineDead          the engine process is lost
       InternalError       a bug of ours
+        GenerationFailed  one request cannot go on, the engine can: a grammar at a dead end
 
 It does not know gRPC or HTTP libraries: codes are plain integers of google.rpc.Code.
 """
@@ -100,6 +101,10 @@ class EngineDead(Unavailable):
 
 class InternalError(ServiceError):
     pass
+
+
+class GenerationFailed(InternalError):
+    default_reason = "GENERATION_FAILED"
 
 
 _KINDS: tuple[type[ServiceError], ...] = (

@@ -34,12 +34,14 @@ def configure(level: str, *, service: str) -> None:
 
 
 def as_text(event: Mapping[str, Any]) -> str:
-    """The line a person reads, from the fields of a JSON line."""
+    """The line a person reads, from the fields of a JSON line. What others sent can neither begin
+    another line nor steer the terminal."""
     rest = dict(event)
     clock, level, service = rest.pop("time")[11:23], rest.pop("level"), rest.pop("service")
     head, trace = f"{clock} {level:<7} {service}: {rest.pop('message')}", rest.pop("error", "")
     facts = "".join(f" {name}={value}" for name, value in rest.items() if name != "logger")
-    return head + facts + ("\n" + trace if trace else "")
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in head + facts)
+    return line + ("\n" + trace if trace else "")
 
 
 class Lines(logging.Formatter):
@@ -59,7 +61,9 @@ class Lines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        event |= {name: value for name, value in vars(record).items() if name not in _OWN}
+        facts = {name: value for name, value in vars(record).items() if name not in _OWN}
+        # Libraries mark records for themselves (Ray's `_ray_timestamp_ns`).
+        event |= {name: value for name, value in facts.items() if not name.startswith("_")}
         if record.exc_info:
             event["error"] = self.formatException(record.exc_info)
         return as_text(event) if self._for_people else json.dumps(event, default=str)

@@ -151,9 +151,9 @@ async def answering(context: Any) -> AsyncIterator[None]:
 
 
 async def abort(context: Any, error: ServiceError) -> None:
-    """Ends the call with the error's status; always raises."""
+    """Ends the call with the error's status, behind the trailers it has; always raises."""
     status = to_status(error)
-    packed = ((_DETAILS, status.SerializeToString()),)
+    packed = (*context.trailing_metadata(), (_DETAILS, status.SerializeToString()))
     await context.abort(_CODES[error.grpc_code], status.message, trailing_metadata=packed)
 
 

@@ -24,6 +24,8 @@ _NUM_BYTES = 32
 _HASH = "sha256:"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_SENDABLE = re.compile(r"[!-~](?:[ -~]*[!-~])?")
+"""What a header may hold whatever library writes it."""
 _LOOK_S = 1.0
 
 
@@ -51,7 +53,15 @@ class KeyRing:
 
     def __init__(self, path: str | None = None, key: str | None = None) -> None:
         """`path`: a file of lines `NAME sha256:HEX`, read again within a second of a change;
-        `key`: one more key, called default. Raises FailedPrecondition naming the line at fault."""
+        `key`: one more key, called default. Raises FailedPrecondition naming what is at fault."""
+        if key is not None and not _SENDABLE.fullmatch(key):
+            raise FailedPrecondition(
+                f"--api-key has {len(key)} characters; it must have at least one, all of printable "
+                "ASCII and no space at either end, or no client could send it; tidemill key new "
+                "NAME makes one",
+                reason="API_KEY",
+                param="api_key",
+            )
         self._own = [] if key is None else [_Entry(ONLY_KEY, _digest(key))]
         self._file: Watched[list[_Entry]] | None = None
         if path is not None:

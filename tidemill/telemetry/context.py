@@ -9,7 +9,12 @@ import re
 import time
 from typing import NamedTuple
 
-_HEADER = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
+_HEADER = re.compile(
+    r"(?!ff)(?!00.{53}.)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?"
+)
+"""Version 00 ends behind its flags; later ones may go on."""
+_MAX_STATE_CHARS = 512
+"""What everybody passes on at least; a longer tracestate is dropped, which the standard allows."""
 
 
 class TraceContext(NamedTuple):
@@ -36,9 +41,10 @@ def parse(traceparent: str, tracestate: str = "") -> TraceContext | None:
     if found is None:
         return None
     trace_id, span_id, flags = (int(part, 16) for part in found.groups())
-    return (
-        TraceContext(trace_id, span_id, bool(flags & 1), tracestate) if trace_id * span_id else None
-    )
+    if not trace_id * span_id:
+        return None
+    state = tracestate if len(tracestate) <= _MAX_STATE_CHARS else ""
+    return TraceContext(trace_id, span_id, bool(flags & 1), state)
 
 
 def exemplar(context: TraceContext | None) -> dict[str, str] | None:

@@ -28,10 +28,14 @@ _SAME = (
     "time_to_first_token_seconds",
 )  # fmt: skip
 _NAMES = {PREFIX + name: _VLLM + name for name in _SAME} | {
-    PREFIX + "iteration_tokens": _VLLM + "iteration_tokens_total"
+    PREFIX + "iteration_tokens": _VLLM + "iteration_tokens_total",
+    PREFIX + "http_requests": "http_requests",
+    PREFIX + "http_request_duration_seconds": "http_request_duration_seconds",
 }
 _LABELS = {"page_size": "block_size", "num_pages": "num_gpu_blocks"}
 """What our labels are called there."""
+_ENGINE = {"engine": "0"}
+"""There one process tells of several engines, by number; of ours each tells of itself."""
 
 
 class Collects(Protocol):
@@ -57,10 +61,11 @@ class _WithAliases:
 
 def _renamed(family: Metric, name: str) -> Metric:
     twin = Metric(name, family.documentation, family.type)
+    more = _ENGINE if name.startswith(_VLLM) else {}
     twin.samples = [
         Sample(
             name + sample.name.removeprefix(family.name),
-            {_LABELS.get(label, label): value for label, value in sample.labels.items()},
+            {_LABELS.get(label, label): value for label, value in sample.labels.items()} | more,
             *sample[2:],
         )
         for sample in family.samples

@@ -43,6 +43,11 @@ class Children(Generic[Metric]):
             child = self._known[values] = self._metric.labels(*values)
         return child
 
+    def clear(self) -> None:
+        """Forgets all children; they would go on saying what they said last."""
+        self._known = {}
+        self._metric.clear()
+
 
 class Families:
     """Makes metrics in a registry of their own, those of the process and of Python among them.

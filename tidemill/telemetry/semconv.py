@@ -83,8 +83,9 @@ def with_old_names(attributes: Attributes, areas: frozenset[str]) -> Attributes:
         found |= {"rpc.system": "grpc", "rpc.service": service}
         if RPC_STATUS in attributes:
             found["rpc.grpc.status_code"] = _CODES.index(str(attributes[RPC_STATUS]))
-    if "http" in areas and HTTP_STATUS in attributes:
-        found["http.status_code"] = attributes[HTTP_STATUS]
+    if "http" in areas and HTTP_METHOD in attributes:
         found["http.method"] = attributes[HTTP_METHOD]
         found["http.target"] = attributes[URL_PATH]
+        if HTTP_STATUS in attributes:
+            found["http.status_code"] = attributes[HTTP_STATUS]
     return found

@@ -40,6 +40,13 @@ class AbortOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ABORT_OUTCOME_ALREADY_DONE: _ClassVar[AbortOutcome]
     ABORT_OUTCOME_UNKNOWN: _ClassVar[AbortOutcome]
 
+class EngineRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENGINE_ROLE_UNSPECIFIED: _ClassVar[EngineRole]
+    ENGINE_ROLE_BOTH: _ClassVar[EngineRole]
+    ENGINE_ROLE_PREFILL: _ClassVar[EngineRole]
+    ENGINE_ROLE_DECODE: _ClassVar[EngineRole]
+
 class EngineState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ENGINE_STATE_UNSPECIFIED: _ClassVar[EngineState]
@@ -77,6 +84,10 @@ ABORT_OUTCOME_UNSPECIFIED: AbortOutcome
 ABORT_OUTCOME_ABORTED: AbortOutcome
 ABORT_OUTCOME_ALREADY_DONE: AbortOutcome
 ABORT_OUTCOME_UNKNOWN: AbortOutcome
+ENGINE_ROLE_UNSPECIFIED: EngineRole
+ENGINE_ROLE_BOTH: EngineRole
+ENGINE_ROLE_PREFILL: EngineRole
+ENGINE_ROLE_DECODE: EngineRole
 ENGINE_STATE_UNSPECIFIED: EngineState
 ENGINE_STATE_UNINITIALIZED: EngineState
 ENGINE_STATE_LOADING: EngineState
@@ -163,7 +174,7 @@ class Submit(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., spec: _Optional[_Union[GenerateSpec, _Mapping]] = ...) -> None: ...
 
 class GenerateSpec(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "decoding", "stop", "logprobs", "constraint", "adapter", "cache_salt", "priority", "fairness_key", "timeout_ms", "dp_rank", "kv_transfer", "media", "traceparent", "tracestate", "prompt_digest", "group", "choice", "emit_canvas", "pinned", "reasoning")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "decoding", "stop", "logprobs", "constraint", "adapter", "cache_salt", "priority", "fairness_key", "timeout_ms", "dp_rank", "kv_transfer", "media", "traceparent", "tracestate", "prompt_digest", "group", "choice", "emit_canvas", "pinned", "reasoning", "kv_source")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +198,7 @@ class GenerateSpec(_message.Message):
     EMIT_CANVAS_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
+    KV_SOURCE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: bytes
     sampling: SamplingParams
@@ -210,7 +222,14 @@ class GenerateSpec(_message.Message):
     emit_canvas: bool
     pinned: _containers.RepeatedCompositeFieldContainer[PinnedToken]
     reasoning: Reasoning
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., decoding: _Optional[_Union[DecodingSpec, _Mapping]] = ..., stop: _Optional[_Union[StopSpec, _Mapping]] = ..., logprobs: _Optional[_Union[LogprobsSpec, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., fairness_key: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., dp_rank: _Optional[int] = ..., kv_transfer: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., prompt_digest: _Optional[bytes] = ..., group: _Optional[str] = ..., choice: _Optional[int] = ..., emit_canvas: _Optional[bool] = ..., pinned: _Optional[_Iterable[_Union[PinnedToken, _Mapping]]] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ...) -> None: ...
+    kv_source: KvSource
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., decoding: _Optional[_Union[DecodingSpec, _Mapping]] = ..., stop: _Optional[_Union[StopSpec, _Mapping]] = ..., logprobs: _Optional[_Union[LogprobsSpec, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., fairness_key: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., dp_rank: _Optional[int] = ..., kv_transfer: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., media: _Optional[_Iterable[_Union[MediaItem, _Mapping]]] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ..., prompt_digest: _Optional[bytes] = ..., group: _Optional[str] = ..., choice: _Optional[int] = ..., emit_canvas: _Optional[bool] = ..., pinned: _Optional[_Iterable[_Union[PinnedToken, _Mapping]]] = ..., reasoning: _Optional[_Union[Reasoning, _Mapping]] = ..., kv_source: _Optional[_Union[KvSource, _Mapping]] = ...) -> None: ...
+
+class KvSource(_message.Message):
+    __slots__ = ("address",)
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    def __init__(self, address: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "max_tokens", "min_tokens", "allowed_token_ids", "bad_words")
@@ -521,20 +540,22 @@ class Draining(_message.Message):
     def __init__(self, deadline_ms: _Optional[int] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("load", "engine_silence_ms", "stalled", "state", "memory_used_bytes", "memory_total_bytes")
+    __slots__ = ("load", "engine_silence_ms", "stalled", "state", "memory_used_bytes", "memory_total_bytes", "submits")
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ENGINE_SILENCE_MS_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SUBMITS_FIELD_NUMBER: _ClassVar[int]
     load: Load
     engine_silence_ms: int
     stalled: bool
     state: EngineState
     memory_used_bytes: int
     memory_total_bytes: int
-    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., engine_silence_ms: _Optional[int] = ..., stalled: _Optional[bool] = ..., state: _Optional[_Union[EngineState, str]] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ...) -> None: ...
+    submits: int
+    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., engine_silence_ms: _Optional[int] = ..., stalled: _Optional[bool] = ..., state: _Optional[_Union[EngineState, str]] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., submits: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("running", "waiting", "pages_used", "pages_total", "waiting_tokens", "steps", "host_ns")
@@ -658,7 +679,7 @@ class GetEngineInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetEngineInfoResponse(_message.Message):
-    __slots__ = ("instance_id", "model_id", "weight_version", "architecture", "engine_version", "tokenizer_sha256", "limits", "decoding", "cache", "dtype", "device", "tensor_parallel_size", "adapters", "features", "default_sampling", "eos_token_ids", "started_unix_ns", "pooling")
+    __slots__ = ("instance_id", "model_id", "weight_version", "architecture", "engine_version", "tokenizer_sha256", "limits", "decoding", "cache", "dtype", "device", "tensor_parallel_size", "adapters", "features", "default_sampling", "eos_token_ids", "started_unix_ns", "pooling", "role", "pipeline_parallel_size", "expert_parallel")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -677,6 +698,9 @@ class GetEngineInfoResponse(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     STARTED_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     model_id: str
     weight_version: str
@@ -695,7 +719,10 @@ class GetEngineInfoResponse(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     started_unix_ns: int
     pooling: PoolingInfo
-    def __init__(self, instance_id: _Optional[str] = ..., model_id: _Optional[str] = ..., weight_version: _Optional[str] = ..., architecture: _Optional[str] = ..., engine_version: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ..., decoding: _Optional[_Union[DecodingInfo, _Mapping]] = ..., cache: _Optional[_Union[CacheInfo, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., features: _Optional[_Iterable[str]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., started_unix_ns: _Optional[int] = ..., pooling: _Optional[_Union[PoolingInfo, _Mapping]] = ...) -> None: ...
+    role: EngineRole
+    pipeline_parallel_size: int
+    expert_parallel: bool
+    def __init__(self, instance_id: _Optional[str] = ..., model_id: _Optional[str] = ..., weight_version: _Optional[str] = ..., architecture: _Optional[str] = ..., engine_version: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., limits: _Optional[_Union[EngineLimits, _Mapping]] = ..., decoding: _Optional[_Union[DecodingInfo, _Mapping]] = ..., cache: _Optional[_Union[CacheInfo, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., features: _Optional[_Iterable[str]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., started_unix_ns: _Optional[int] = ..., pooling: _Optional[_Union[PoolingInfo, _Mapping]] = ..., role: _Optional[_Union[EngineRole, str]] = ..., pipeline_parallel_size: _Optional[int] = ..., expert_parallel: _Optional[bool] = ...) -> None: ...
 
 class PoolingInfo(_message.Message):
     __slots__ = ("tasks", "default_pooling", "dimensions", "num_labels")
@@ -848,6 +875,92 @@ class PagesRemoved(_message.Message):
 class CacheCleared(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class TransferRequest(_message.Message):
+    __slots__ = ("open", "taken")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    open: TransferOpen
+    taken: PieceTaken
+    def __init__(self, open: _Optional[_Union[TransferOpen, _Mapping]] = ..., taken: _Optional[_Union[PieceTaken, _Mapping]] = ...) -> None: ...
+
+class TransferOpen(_message.Message):
+    __slots__ = ("request_id", "prompt_token_ids", "skip_tokens", "method", "cache_salt", "priority", "fairness_key", "layout", "shared_host", "traceparent", "tracestate")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SKIP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    FAIRNESS_KEY_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    SHARED_HOST_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt_token_ids: bytes
+    skip_tokens: int
+    method: str
+    cache_salt: str
+    priority: int
+    fairness_key: str
+    layout: KvLayout
+    shared_host: str
+    traceparent: str
+    tracestate: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., skip_tokens: _Optional[int] = ..., method: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., fairness_key: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., shared_host: _Optional[str] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
+
+class PieceTaken(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class KvLayout(_message.Message):
+    __slots__ = ("model_id", "weight_version", "dtype", "page_size", "num_layers", "num_kv_heads", "head_dim")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    weight_version: str
+    dtype: str
+    page_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    def __init__(self, model_id: _Optional[str] = ..., weight_version: _Optional[str] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ...) -> None: ...
+
+class TransferResponse(_message.Message):
+    __slots__ = ("piece",)
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    piece: KvPiece
+    def __init__(self, piece: _Optional[_Union[KvPiece, _Mapping]] = ...) -> None: ...
+
+class KvPiece(_message.Message):
+    __slots__ = ("start", "num_tokens", "crc32", "inline", "shared")
+    START_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CRC32_FIELD_NUMBER: _ClassVar[int]
+    INLINE_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    num_tokens: int
+    crc32: int
+    inline: bytes
+    shared: SharedPiece
+    def __init__(self, start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., crc32: _Optional[int] = ..., inline: _Optional[bytes] = ..., shared: _Optional[_Union[SharedPiece, _Mapping]] = ...) -> None: ...
+
+class SharedPiece(_message.Message):
+    __slots__ = ("pid", "fd", "size")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    FD_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    fd: int
+    size: int
+    def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("name", "path")

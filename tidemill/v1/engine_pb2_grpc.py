@@ -471,6 +471,87 @@ class KvEventService:
             _registered_method=True)
 
 
+class KvTransferServiceStub:
+    """A prompt's KV, computed by one engine for another. Callers: engines of `--role decode`; served by
+    those of `--role prefill`. The stream is the transfer: when it ends, whoever ends it and however,
+    neither side holds anything for it any more.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Transfer = channel.stream_stream(
+                '/tidemill.v1.KvTransferService/Transfer',
+                request_serializer=tidemill_dot_v1_dot_engine__pb2.TransferRequest.SerializeToString,
+                response_deserializer=tidemill_dot_v1_dot_engine__pb2.TransferResponse.FromString,
+                _registered_method=True)
+
+
+class KvTransferServiceServicer:
+    """A prompt's KV, computed by one engine for another. Callers: engines of `--role decode`; served by
+    those of `--role prefill`. The stream is the transfer: when it ends, whoever ends it and however,
+    neither side holds anything for it any more.
+    """
+
+    def Transfer(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_KvTransferServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Transfer': grpc.stream_stream_rpc_method_handler(
+                    servicer.Transfer,
+                    request_deserializer=tidemill_dot_v1_dot_engine__pb2.TransferRequest.FromString,
+                    response_serializer=tidemill_dot_v1_dot_engine__pb2.TransferResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tidemill.v1.KvTransferService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tidemill.v1.KvTransferService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class KvTransferService:
+    """A prompt's KV, computed by one engine for another. Callers: engines of `--role decode`; served by
+    those of `--role prefill`. The stream is the transfer: when it ends, whoever ends it and however,
+    neither side holds anything for it any more.
+    """
+
+    @staticmethod
+    def Transfer(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tidemill.v1.KvTransferService/Transfer',
+            tidemill_dot_v1_dot_engine__pb2.TransferRequest.SerializeToString,
+            tidemill_dot_v1_dot_engine__pb2.TransferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class AdminServiceStub:
     """Operators only: a separate service, so that access rules can name it.
     """

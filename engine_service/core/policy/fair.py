@@ -42,9 +42,10 @@ class _Level:
         self._restore()
         line = self.lines.get(key)
         if line is None:
-            first = self._first() or self._last
-            least = None if first is None else self.served.of(first)
-            self.served.lift(key, least, self.lines)
+            if not self.served.knows_nobody_but(key):
+                first = self._first() or self._last
+                least = None if first is None else self.served.of(first)
+                self.served.lift(key, least, self.lines)
             line = self.lines[key] = []
         insort(line, place)
         self.num_waiting += 1
@@ -80,6 +81,8 @@ class _Level:
     def _first(self) -> str | None:
         """The listed key that was served least; of equal ones the one that waits longest."""
         heap, listed = self._heap, self._listed
+        if len(listed) == 1:
+            return next(iter(listed))
         while heap:
             entry = heap[0]
             key = entry[2]
@@ -97,8 +100,12 @@ class _Level:
         return (self.served.of(key), self.lines[key][0], key)
 
     def _list(self, key: str) -> None:
-        entry = self._listed[key] = self._entry(key)
-        heapq.heappush(self._heap, entry)
+        entry = self._listed[key] = (self.served.least(key), self.lines[key][0], key)
+        if len(self._heap) > 2 * len(self._listed):
+            self._heap = list(self._listed.values())  # what was listed anew is in it for nothing
+            heapq.heapify(self._heap)
+        else:
+            heapq.heappush(self._heap, entry)
 
     def _restore(self) -> None:
         passed, self._passed = self._passed, []
@@ -184,7 +191,7 @@ class FairQueue:
                 ahead += level.num_waiting
             elif -negative == priority:
                 rounds = len(level.lines.get(key, ())) + 1
-                num_keys = len(level.lines.keys() | {key})
+                num_keys = len(level.lines) + (key not in level.lines)
                 ahead += min(level.num_waiting, rounds * num_keys - 1)
         return ahead
 

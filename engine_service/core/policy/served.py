@@ -18,6 +18,44 @@ MAX_IDLE_KEYS = 4096
 """Keys without requests that are remembered, at least as long as they owe something."""
 
 
+class _Running:
+    """Requests of one key that run. Their tokens are counted with one call a request, because
+    there may be a thousand of them; those that compute again what was told once are few."""
+
+    __slots__ = ("num_settled", "redone", "settled", "tokens")
+
+    def __init__(self) -> None:
+        self.settled: dict[int, int] = {}
+        """How many tokens of each request are settled."""
+        self.num_settled = 0
+        self.tokens: dict[int, list[int]] = {}
+        self.redone: dict[int, Request] = {}
+
+    def add(self, request: Request) -> None:
+        told = num_told(request)
+        self.settled[request.key] = told
+        self.num_settled += told
+        if told > len(request.committed):
+            self.redone[request.key] = request
+        else:
+            self.tokens[request.key] = request.committed
+
+    def remove(self, request: Request) -> int:
+        """How many of its tokens are not settled."""
+        key = request.key
+        settled = self.settled.pop(key)
+        self.num_settled -= settled
+        if self.redone.pop(key, None) is None:
+            del self.tokens[key]
+        return num_told(request) - settled
+
+    @property
+    def num_owed(self) -> int:
+        """Tokens that are not settled. O(requests)."""
+        told = sum(map(len, self.tokens.values())) + sum(map(num_told, self.redone.values()))
+        return told - self.num_settled
+
+
 class Served:
     """lift, start, stop, of. The counters of one level of priority, in weighted tokens.
 
@@ -26,8 +64,7 @@ class Served:
 
     def __init__(self) -> None:
         self._settled: dict[str, int] = {}
-        self._running: dict[str, dict[int, tuple[Request, int]]] = {}
-        """Requests that run, and how many of their tokens are settled."""
+        self._running: dict[str, _Running] = {}
         self._floor = 0
         """No key that begins to wait has less."""
 
@@ -40,12 +77,19 @@ class Served:
         """Keys with requests that run."""
         return self._running.keys()
 
+    def knows_nobody_but(self, key: str) -> bool:
+        """Whether nothing was ever charged to another key: then no counter is ever compared."""
+        return len(self._settled) == 1 and key in self._settled
+
+    def least(self, key: str) -> int:
+        """What the key was served at least. O(1)."""
+        return self._settled.get(key, self._floor)
+
     def of(self, key: str) -> int:
         """What the key was served. O(requests of the key that run)."""
-        owed = 0
-        for request, settled in self._running.get(key, {}).values():
-            owed += num_told(request) - settled
-        return self._settled.get(key, self._floor) + OUTPUT_WEIGHT * owed
+        running = self._running.get(key)
+        owed = 0 if running is None else running.num_owed
+        return self.least(key) + OUTPUT_WEIGHT * owed
 
     def ahead(self, key: str) -> int:
         """How far the key is ahead of the one that was served least."""
@@ -67,17 +111,18 @@ class Served:
     def start(self, request: Request, num_prompt_tokens: int) -> None:
         """A request takes a row; `num_prompt_tokens` of it have never been computed for it."""
         key = request.fairness_key
-        cost = PROMPT_WEIGHT * num_prompt_tokens
-        self._settled[key] = self._settled.get(key, self._floor) + cost
-        self._running.setdefault(key, {})[request.key] = (request, num_told(request))
+        self._settled[key] = self.least(key) + PROMPT_WEIGHT * num_prompt_tokens
+        running = self._running.get(key)
+        if running is None:
+            running = self._running[key] = _Running()
+        running.add(request)
 
     def stop(self, request: Request) -> None:
         """A request gives its row back."""
         key = request.fairness_key
         running = self._running[key]
-        _, settled = running.pop(request.key)
-        self._settled[key] += OUTPUT_WEIGHT * (num_told(request) - settled)
-        if not running:
+        self._settled[key] += OUTPUT_WEIGHT * running.remove(request)
+        if not running.settled:
             del self._running[key]
 
     def _forget(self, but: str, waiting: Collection[str]) -> None:

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from engine_service.core.messages import EngineFacts, Finish, FinishReason, Load
+from engine_service.core.facts import EngineFacts
+from engine_service.core.messages import Finish, FinishReason, Load
 from engine_service.core.step import TokenLogprobs
-from tidemill.runtime.errors import DeadlineExceeded, FailedPrecondition, InternalError
+from tidemill.runtime.errors import DeadlineExceeded, FailedPrecondition, GenerationFailed
 
 _FINISHES = {
     FinishReason.STOP_TOKEN: "stop",
@@ -41,7 +42,6 @@ class Wire:
         self._pb: Any = vllm_engine_pb2
         self._common: Any = common_pb2
         self.add_to_server: Any = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
-        self.name: str = self._pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 
     # ------------------------------------------------------------ Generate
 
@@ -51,15 +51,17 @@ class Wire:
         token_ids: list[int],
         *,
         prompt_tokens: int,
+        cached_tokens: int,
         logprobs: list[TokenLogprobs | None],
         scores: Any,
     ) -> Any:
-        """New tokens of one output. What came out of the cache is known at the end only."""
+        """New tokens of one output."""
         chunk = self._pb.GenerateStreamChunk(
             index=index,
             token_ids=token_ids,
             prompt_tokens=prompt_tokens,
             completion_tokens=len(token_ids),
+            cached_tokens=cached_tokens,
             output_logprobs=self._output_logprobs(logprobs),
             input_logprobs=scores,
         )
@@ -85,7 +87,7 @@ class Wire:
         if finish.reason is FinishReason.DEADLINE:
             raise DeadlineExceeded("the request did not finish in time")
         if finish.reason is FinishReason.ERROR:
-            raise InternalError(f"the request failed: {finish.detail}")
+            raise GenerationFailed(f"the request failed: {finish.detail}")
         complete = self._pb.GenerateComplete(
             index=index,
             output_ids=output_ids,

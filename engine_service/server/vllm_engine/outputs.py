@@ -26,6 +26,7 @@ class _Output:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs | None] = []
         self.scores: list[TokenLogprobs] = []
+        self.cached_tokens = 0
 
     def take(self, token_ids: list[int], logprobs: list[TokenLogprobs | None]) -> bool:
         """Adds what a step brought, up to a stop string; True when that was found just now."""
@@ -65,6 +66,8 @@ class Outputs:
         """Raises the ServiceError of an output that has none."""
         for row, _, entries in rows.prompt_logprobs:
             self._outputs[rows.handles[row]].scores += entries
+        for row, cached in rows.opened:
+            self._outputs[rows.handles[row]].cached_tokens = cached
         logprobs, finished = dict(rows.logprobs), dict(rows.finished)
         offset = 0
         for row, (index, count) in enumerate(zip(rows.handles, rows.counts, strict=True)):
@@ -83,6 +86,7 @@ class Outputs:
             index,
             output.token_ids,
             prompt_tokens=len(self._prompt) // TOKEN_BYTES,
+            cached_tokens=output.cached_tokens,
             logprobs=output.logprobs,
             scores=self._scores(output),
         )

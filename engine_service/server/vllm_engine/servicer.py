@@ -19,8 +19,8 @@ from engine_service.server.convert_pool import to_pool_response
 from engine_service.server.desk import Desk
 from engine_service.server.generation import Generation
 from engine_service.server.pool_call import PoolCall
+from engine_service.server.request_trace import POOL_SPAN, SPAN
 from engine_service.server.servicer_info import package_version
-from engine_service.server.state import SERVING
 from engine_service.server.tokenizer_files import TokenizerFiles
 from engine_service.server.vllm_engine import bundle
 from engine_service.server.vllm_engine.convert_in import (
@@ -36,15 +36,15 @@ from engine_service.server.vllm_engine.text import StopWatch, TextEdge, encode
 from tidemill.runtime.errors import InvalidRequest, NotFound, ServiceError, Unsupported
 from tidemill.runtime.rpc import abort, answering
 
+VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
 Refusal = Callable[[Any, Any, Any], Coroutine[Any, Any, None]]
 
 
-def add_vllm_engine(desk: Desk, server: grpc.aio.Server) -> str:
-    """Serves it beside our own services and returns its full name; raises FailedPrecondition where
-    its contract is not installed."""
+def add_vllm_engine(desk: Desk, server: grpc.aio.Server) -> None:
+    """Serves it beside our own services. Raises FailedPrecondition where its contract is not
+    installed."""
     wire = Wire()
     wire.add_to_server(VllmEngineServicer(desk, wire), server)
-    return wire.name
 
 
 def _unserved(rpc: str, advice: str) -> Refusal:
@@ -65,32 +65,37 @@ class VllmEngineServicer:
 
     async def Generate(self, request: Any, context: Any) -> None:
         async with answering(context):
-            facts = self._desk.check_open()
-            check(request)
-            prompt = await self._prompt(request)
-            submits = to_submits(
-                request,
-                prompt,
-                max_model_len=facts.max_model_len,
-                remaining_s=context.time_remaining(),
-            )
+            trace = _trace(context)
+            with self._desk.admitting(SPAN, trace):
+                facts = self._desk.check_open()
+                check(request)
+                prompt = await self._prompt(request)
+                submits = to_submits(
+                    request,
+                    prompt,
+                    max_model_len=facts.max_model_len,
+                    remaining_s=context.time_remaining(),
+                )
+                watches = await self._watches(request, len(submits))
             generation = Generation(self._desk, context)
             outputs = Outputs(
                 self._wire,
                 submits,
                 streamed=request.stream,
-                watches=await self._watches(request, len(submits)),
+                watches=watches,
                 stop=generation.stop,
             )
-            await generation.serve(submits, _trace(context), outputs.answers)
+            await generation.serve(submits, trace, outputs.answers)
 
     async def Embed(self, request: Any, context: Any) -> Any:
         async with answering(context):
-            self._desk.check_open()
-            if not request.HasField("tokenized"):
-                raise InvalidRequest("set tokenized: there is no prompt", param="tokenized")
-            submit = to_embed_submit(request, context.time_remaining())
-            finish = await PoolCall(self._desk).finish(submit, _trace(context))
+            trace = _trace(context)
+            with self._desk.admitting(POOL_SPAN, trace):
+                self._desk.check_open()
+                if not request.HasField("tokenized"):
+                    raise InvalidRequest("set tokenized: there is no prompt", param="tokenized")
+                submit = to_embed_submit(request, context.time_remaining())
+            finish = await PoolCall(self._desk).finish(submit, trace)
             return self._wire.embedded(finish, to_pool_response(finish).values)
 
     async def Abort(self, request: Any, context: Any) -> Any:
@@ -101,9 +106,10 @@ class VllmEngineServicer:
             return self._wire.aborted()
 
     async def HealthCheck(self, request: Any, context: Any) -> Any:
-        """Healthy while requests are taken: not while loading, nor while draining."""
+        """Healthy while requests should be sent here: not while loading or draining, nor while
+        the core is silent."""
         snapshot = self._desk.board.snapshot
-        return self._wire.health(healthy=snapshot.state in SERVING, detail=snapshot.detail)
+        return self._wire.health(healthy=snapshot.is_ready, detail=snapshot.detail)
 
     async def GetModelInfo(self, request: Any, context: Any) -> Any:
         async with answering(context):
@@ -118,7 +124,7 @@ class VllmEngineServicer:
                 desk.open_facts(),
                 active=desk.core.num_live,
                 silence_s=desk.core.silence_ms / 1000,
-                up_s=(time.time_ns() - desk.started_unix_ns) / 1e9,
+                up_s=desk.reading().uptime_s,
             )
 
     async def GetLoads(self, request: Any, context: Any) -> Any:
@@ -132,11 +138,7 @@ class VllmEngineServicer:
 
     async def GetTokenizer(self, request: Any, context: Any) -> None:
         async with answering(context):
-            self._desk.open_facts()
-            found = self._desk.tokenizer
-            if isinstance(found, ServiceError):
-                raise found
-            assert found is not None, "the tokenizer is read before the engine is ready"
+            found = self._desk.open_tokenizer()
             archive, sha256 = await asyncio.to_thread(bundle.pack, found)
             for chunk in self._wire.tokenizer_chunks(archive, sha256, bundle.CHUNK_BYTES):
                 await context.write(chunk)

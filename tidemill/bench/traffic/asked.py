@@ -127,6 +127,9 @@ def _checked(text: bytes, other_api: str, output_len: int) -> tuple[str, dict[st
     for name in ("input_len", "output_len"):
         if name in line and not (type(line[name]) is int and line[name] > 0):
             return f"{name} has to be a whole number above 0", line
+    for name, kind, called in (("prompt", str, "a text"), ("messages", list, "a list")):
+        if name in line and not isinstance(line[name], kind):
+            return f"{name} has to be {called}", line
     if other_api in line:
         return f"{other_api} is for the other --api", line
     return "", line

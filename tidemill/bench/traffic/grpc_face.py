@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import grpc
 
-from tidemill.bench.traffic.answer import OK, Answer
+from tidemill.bench.traffic.answer import CONNECTION, OK, Answer
 from tidemill.bench.traffic.asked import Asked
 from tidemill.bench.traffic.target import Target
 from tidemill.exchange import CallOptions, chat_fields, text_fields
@@ -28,6 +28,8 @@ _MAX_MESSAGE_BYTES = 64 << 20
 _SAID_CHARS = 300
 _NOT_REACHED = "failed to connect"
 """How gRPC begins to tell that no connection was made, in the words of its status."""
+_LOST = grpc.StatusCode.UNAVAILABLE
+"""Also what gRPC itself says of a connection that broke; a server that refuses adds why."""
 
 
 def channel(target: Target, url: str, *options: tuple[str, int]) -> grpc.aio.Channel:
@@ -77,7 +79,9 @@ class GrpcFace:
             said = failure.details() or ""
             if said.startswith(_NOT_REACHED):
                 raise ConnectionError(said) from failure
-            answer.status, answer.said = failure.code().name, said[:_SAID_CHARS]
+            is_lost = failure.code() is _LOST and not failure.trailing_metadata()
+            answer.status = CONNECTION if is_lost else failure.code().name
+            answer.said = said[:_SAID_CHARS]
         else:
             answer.status = OK
         finally:

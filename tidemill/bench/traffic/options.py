@@ -33,6 +33,7 @@ _LEAST: MappingProxyType[str, float] = MappingProxyType(
         "vocab_size": 1,
         "clients": 1,
         "frontends": 1,
+        "data_parallel_size": 1,
     }
 )
 _MOST: MappingProxyType[str, float] = MappingProxyType(
@@ -109,6 +110,8 @@ class ServeOptions:
     """Without --url: model shape with random weights instead of --model, as of `bench online`."""
     frontends: int = 1
     """Without --url: frontend processes that share the load."""
+    data_parallel_size: int = 1
+    """Without --url: engines behind them, as of `tidemill serve`."""
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -160,8 +163,9 @@ def _check(options: ServeOptions) -> None:
     for url in options.urls:
         if not url.startswith(("http://", "https://")):
             raise InvalidRequest(f"{url!r} does not begin with http:// or https://", param="url")
-    if options.urls and options.shape is not None:
-        raise InvalidRequest("--shape is for services that this starts; --url names others")
+    for name, default in (("shape", None), ("data_parallel_size", 1)):
+        if options.urls and getattr(options, name) != default:
+            raise InvalidRequest(f"{name} is for services that this starts; --url names others")
 
 
 def _numbers(name: str, text: str, *, whole: bool = False) -> list[float]:

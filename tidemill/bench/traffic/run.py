@@ -73,7 +73,9 @@ def _urls(options: ServeOptions, config: EngineConfig) -> Iterator[tuple[str, ..
         yield options.urls
         return
     print("starting the services ...", file=sys.stderr)
-    with services_of(config, options.frontends, options.shape) as services:
+    with services_of(
+        config, options.frontends, options.shape, options.data_parallel_size
+    ) as services:
         ports = services.grpc_ports if options.protocol == "grpc" else services.ports
         yield tuple(f"http://127.0.0.1:{port}" for port in ports)
 

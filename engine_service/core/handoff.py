@@ -1,0 +1,119 @@
+"""What the server asks of a core to move KV pages between engines. Picklable plain values.
+
+A transfer is a number under which the core remembers a prefix. It holds no pages: what it reads and
+writes are units of the prefix index, which may be evicted between two asks like any other. Then
+there is less to read, or to write behind, and whoever wants the KV computes the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class KvLayout(NamedTuple):
+    """What the bytes of a page mean. Two engines with the same one can exchange pages."""
+
+    model_id: str
+    weight_version: str
+    dtype: str
+    page_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class KvSource(NamedTuple):
+    """An engine that computes a prompt for another one, and who asks on whose behalf."""
+
+    address: str
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+MAX_ON_THE_WAY = 8
+"""Pieces of a transfer that are exported and not taken yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class InlinePiece:
+    """The bytes of some pages themselves, and their CRC-32."""
+
+    content: bytes
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPiece:
+    """Bytes in a file without a name (memfd) that process `pid` has open as `fd`."""
+
+    pid: int
+    fd: int
+    size: int
+    crc32: int
+
+
+Piece = InlinePiece | SharedPiece
+
+
+class BeginTransfer(NamedTuple):
+    """The answer is a Begun. `tokens` are little-endian uint32."""
+
+    tokens: bytes
+    method: str
+    """Decoding method that the pages are for; empty: the default one."""
+    salt: str
+    is_prompt: bool
+    """A whole prompt: the part of it that has to be computed for the first token is left out."""
+
+
+class Begun(NamedTuple):
+    transfer: int
+    num_tokens: int
+    """Of the whole units that can be moved."""
+    num_found: int
+    """Leading tokens whose KV is here already."""
+    unit_bytes: int
+    unit: int
+    """Tokens of a unit."""
+
+
+class ExportPages(NamedTuple):
+    """The answer is an Exported: units from token `start` on, at most `most_bytes` if that is one
+    at least."""
+
+    transfer: int
+    start: int
+    most_bytes: int
+    is_shared: bool
+    """By shared memory rather than inline. Until seven more of the same transfer are exported."""
+
+
+class Exported(NamedTuple):
+    num_tokens: int
+    """0: what stood there is gone, or was never computed."""
+    piece: Piece | None
+
+
+class ImportPages(NamedTuple):
+    """Writes those of units [start, start + num_tokens) into the index that are not there yet. The
+    answer is whether the prefix is there up to their end: not behind a gap, or without room."""
+
+    transfer: int
+    start: int
+    num_tokens: int
+    piece: Piece
+
+
+class EndTransfer(NamedTuple):
+    """Forgets it; nothing where it is not known."""
+
+    transfer: int
+
+
+def end_of(begun: Begun) -> EndTransfer:
+    """What forgets it again."""
+    return EndTransfer(begun.transfer)
+
+
+TransferAsk = BeginTransfer | ExportPages | ImportPages | EndTransfer

@@ -1,0 +1,117 @@
+"""Adds what several devices have computed to the residual stream; each reads the others' memory.
+
+One launch instead of an all-reduce and a sum: every device signals that its part is there, waits
+for the others' signals and adds all parts in the order of ranks, so that all get the same bits (the
+one-shot all-reduce of TensorRT-LLM and vLLM, over peer pointers; no multicast). It does not know
+models, nor how memory comes to be shared. Shape legend: T rows, E hidden size, R ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from engine_service.kernels.jit import jit, overlaps_launches, tl, triton
+
+MAX_BLOCKS = 128
+"""Programs of a launch: all must run at once, or one could wait for a peer's that cannot start."""
+_BLOCK = 4096
+_LEAST = 1024
+_FAR = 1 << 30
+"""Launches ahead, by which nobody waits any more."""
+
+
+class Parts(NamedTuple):
+    """The same place on every rank, in the order of ranks."""
+
+    parts: tuple[torch.Tensor, ...]
+    """R times [T, E], contiguous: what each rank adds."""
+    signals: tuple[torch.Tensor, ...]
+    """R times [R, MAX_BLOCKS] int32, zero at first: line p of a rank's is what rank p has told."""
+    turns: torch.Tensor
+    """[MAX_BLOCKS] int32 of this rank, zero at first: launches so far."""
+
+
+def add_parts_ref(residual_TE: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """residual + the sum of all parts, which is made in float32 in their order; in place."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return residual_TE.copy_(residual_TE.float() + total)
+
+
+@jit
+def _add_parts_kernel(
+    residual_ptr: tl.tensor,
+    parts: tl.tensor,
+    signals: tl.tensor,
+    count_ptr: tl.tensor,
+    size: tl.tensor,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    MAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    block = tl.program_id(0)
+    # Launches are counted on the device: a captured graph tells another number at every replay.
+    turn = tl.load(count_ptr + block) + 1
+    tl.debug_barrier()
+    tl.store(count_ptr + block, turn)
+    for peer in tl.static_range(NUM_RANKS):
+        if peer != RANK:
+            tl.atomic_xchg(signals[peer] + RANK * MAX + block, turn, sem="release", scope="sys")
+    for peer in tl.static_range(NUM_RANKS):
+        if peer != RANK:
+            told_ptr = signals[RANK] + peer * MAX + block
+            # By difference: counts begin anew below zero after some days of steps.
+            while tl.atomic_add(told_ptr, 0, sem="acquire", scope="sys") - turn < 0:
+                pass
+    tl.debug_barrier()
+    for start in range(block * BLOCK, size, tl.num_programs(0) * BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        inside = place < size
+        total = tl.load(parts[0] + place, mask=inside, other=0.0).to(tl.float32)
+        for peer in tl.static_range(1, NUM_RANKS):
+            total += tl.load(parts[peer] + place, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(residual_ptr + place, x + total, mask=inside)
+
+
+def release(shared: Parts, rank: int) -> None:
+    """This rank waits for nobody any more, in a launch that waits already too; what it adds means
+    nothing then. On the current stream, which must be none of the launches'; it waits for that
+    alone, and launches no kernel, because loading one may wait for those that run."""
+    told_M = shared.turns.cpu() + _FAR
+    shared.signals[rank].copy_(told_M.expand(len(shared.parts), -1).contiguous())
+
+
+def add_parts_triton(residual_TE: torch.Tensor, shared: Parts, rank: int) -> torch.Tensor:
+    """`add_parts_ref` where all ranks launch it with parts of the same shape; in place.
+
+    A part may be written again once any later sum of other parts has been launched behind this one.
+    """
+    assert residual_TE.is_contiguous()
+    size = residual_TE.numel()
+    block = _BLOCK if size > _LEAST * MAX_BLOCKS else _LEAST
+    num_blocks = min(MAX_BLOCKS, triton.cdiv(size, block))
+    overlap = overlaps_launches(residual_TE.device)
+    _add_parts_kernel[(num_blocks,)](
+        residual_TE,
+        shared.parts,
+        shared.signals,
+        shared.turns,
+        size,
+        RANK=rank,
+        NUM_RANKS=len(shared.parts),
+        MAX=MAX_BLOCKS,
+        BLOCK=block,
+        PDL=overlap,
+        num_warps=block // 256,
+        launch_pdl=overlap,
+    )
+    return residual_TE

@@ -1,0 +1,89 @@
+"""How many ranks may share a model, and how many stages it has. It loads nothing."""
+
+from __future__ import annotations
+
+from engine_service.distributed import Group
+from engine_service.models.base import EXPERTS, REGISTRY, CausalModel, HFConfig, ModelTraits
+from tidemill.runtime.errors import InvalidRequest, Unsupported
+
+_MOST = 64
+"""Ranks that an advice counts up to, and that plans are told to."""
+
+
+def check_count(tensor_parallel_size: int, num_all: int) -> None:
+    """Raises InvalidRequest for no ranks, and for more in all than a group has."""
+    if tensor_parallel_size >= 1 and num_all <= _MOST:
+        return
+    stages = "" if num_all <= _MOST or num_all == tensor_parallel_size else f", {num_all} in all"
+    raise InvalidRequest(
+        f"tensor_parallel_size is {tensor_parallel_size}{stages}; a group has 1 to {_MOST} ranks",
+        param="tensor_parallel_size",
+    )
+
+
+def check_fit(hf_config: HFConfig, traits: ModelTraits, group: Group, num_stages: int) -> None:
+    """Whether a model can be split so: check_sharing and check_stages."""
+    kind = REGISTRY.find(hf_config)
+    check_sharing(kind, traits, hf_config, group)
+    check_stages(kind, traits, num_stages)
+
+
+def check_sharing(
+    kind: type[CausalModel], traits: ModelTraits, hf_config: HFConfig, group: Group
+) -> None:
+    """Raises InvalidRequest naming what does not divide, and the numbers of ranks that would."""
+    axes = kind.shared_axes(traits, hf_config, whole_experts=group.whole_experts)
+    if group.whole_experts:
+        _check_experts(axes, traits.architecture, group.size)
+    wrong = _uneven(axes, traits.num_kv_heads, group.size)
+    if not wrong:
+        return
+    fitting = [
+        str(count) for count in range(1, _MOST + 1) if not _uneven(axes, traits.num_kv_heads, count)
+    ]
+    raise InvalidRequest(
+        f"tensor_parallel_size {group.size} does not divide {traits.architecture}'s "
+        f"{' and '.join(wrong)}; pass one of {', '.join(fitting)}",
+        param="tensor_parallel_size",
+    )
+
+
+def _check_experts(axes: dict[str, int], architecture: str, num_ranks: int) -> None:
+    wrong = ""
+    if EXPERTS not in axes:
+        wrong = f"{architecture} has none"
+    elif num_ranks == 1:
+        wrong = "tensor_parallel_size is 1"
+    if wrong:
+        raise InvalidRequest(
+            f"expert_parallel gives ranks some of a layer's experts each, and {wrong}: leave it "
+            "out",
+            param="expert_parallel",
+        )
+
+
+def check_stages(kind: type[CausalModel], traits: ModelTraits, num_stages: int) -> None:
+    """Raises InvalidRequest for more stages than layers, or fewer than one, and Unsupported for a
+    model that is not built in stages."""
+    if num_stages == 1:
+        return
+    if not kind.has_stages:
+        raise Unsupported(
+            f"pipeline_parallel_size {num_stages}: {traits.architecture} is an encoder, which is "
+            "not built in stages; pass 1, and one engine per GPU instead",
+            param="pipeline_parallel_size",
+        )
+    if not 1 <= num_stages <= traits.num_layers:
+        raise InvalidRequest(
+            f"pipeline_parallel_size {num_stages} stages, and {traits.architecture} has "
+            f"{traits.num_layers} layers, of which every stage needs one at least; pass "
+            f"1 to {traits.num_layers}",
+            param="pipeline_parallel_size",
+        )
+
+
+def _uneven(axes: dict[str, int], num_kv_heads: int, num_ranks: int) -> list[str]:
+    wrong = [f"{size} {name}" for name, size in axes.items() if size % num_ranks]
+    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
+        wrong.append(f"{num_kv_heads} key-value heads")
+    return wrong

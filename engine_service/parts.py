@@ -1,0 +1,170 @@
+"""What of an engine differs between a model and a simulation: loads either, whole.
+
+It does not know what is made of it. Imports torch, which takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from engine_service.config import EngineConfig
+from engine_service.core.facts import EngineFacts
+from engine_service.core.messages import RankTrace
+from engine_service.core.pages import PageManager
+from engine_service.core.params import SamplingParams
+from engine_service.core.step import Memory
+from engine_service.core.strategy import DecodeStrategy, Executor, ExecutorLimits
+from engine_service.core.transfers import Transfers
+from engine_service.defaults import read_knobs, read_sampling
+from engine_service.distributed import FIRST, Place, Store
+from engine_service.models.sharing import check_count
+from engine_service.rank_worker import make_strategies, make_transfers, open_worker
+from engine_service.ranks.choice import hosts_of
+from engine_service.ranks.group import open_group
+from engine_service.resolve import ResolvedConfig, resolve
+from engine_service.simulated import SimulatedExecutor
+from engine_service.worker.checkpoint import Checkpoint, Report, fetch_checkpoint
+from engine_service.worker.memory import memory_in_use
+from engine_service.worker.weights import read_traits
+from tidemill.runtime.errors import InvalidRequest, ServiceError, Unsupported
+
+
+def _nothing() -> None:
+    """There is one process, and it ends itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What differs between a model and a simulation."""
+
+    executor: Executor
+    facts: EngineFacts
+    resolved: ResolvedConfig
+    strategies: dict[str, DecodeStrategy]
+    memory: Callable[[], Memory] = Memory
+    close: Callable[[], object] = _nothing
+    others: Callable[[], Sequence[RankTrace]] = tuple
+    make_transfers: Callable[[PageManager, EngineFacts], Transfers] | None = None
+    """None: there is no KV that could be moved."""
+
+
+def load(
+    config: EngineConfig,
+    report: Report,
+    place: Place | None,
+    store: Store | None,
+    on_lost: Callable[[ServiceError], None] | None,
+) -> Parts:
+    """A model on this machine's devices; see composition.compose. Raises ServiceErrors that say
+    what to change."""
+    executor: Any
+    close, others = _nothing, tuple
+    num_ranks = config.num_ranks
+    check_count(config.tensor_parallel_size, num_ranks)
+    hosts = hosts_of(config, num_ranks, ends_silent_leader=on_lost is not None)
+    if place is not None or num_ranks == 1:
+        executor = worker = open_worker(config, report, place=place or FIRST, store=store)
+        close = _nothing if place is None else worker.close
+    else:
+        ways: dict[str, Any] = {"open_worker": open_worker, "hosts": hosts, "on_lost": on_lost}
+        executor = open_group(config, num_ranks, report, **ways)
+        worker, close, others = executor.own, executor.close, executor.rank_times
+    found = worker.facts()
+    try:
+        facts = _facts(config, found, worker.traits, worker.checkpoint, worker.strategies)
+    except ServiceError:
+        close()  # whoever keeps the error would keep the ranks
+        raise
+    return Parts(
+        executor=executor,
+        facts=facts,
+        resolved=worker.resolved,
+        strategies=worker.strategies,
+        memory=partial(memory_in_use, worker.device, worker.kv_bytes),
+        close=close,
+        others=others,
+        make_transfers=partial(make_transfers, worker),
+    )
+
+
+def simulate(config: EngineConfig, report: Report) -> Parts:
+    """A model's facts and tokenizer, and steps that only take their time."""
+    if config.expert_parallel:
+        raise Unsupported("the simulated executor has no experts", param="expert_parallel")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (size := getattr(config, name)) != 1:
+            text = f"the simulated executor is one rank; {name} is {size}, pass 1"
+            raise Unsupported(text, param=name)
+    checkpoint = fetch_checkpoint(replace(config, load_format="dummy"), report)
+    traits = read_traits(checkpoint)
+    resolved = resolve(config, traits, torch.device("cpu"))
+    strategies = {made.name: made for made in make_strategies(traits)}
+    pages_per_row = resolved.table_width // resolved.page_size
+    num_pages = config.num_pages or resolved.max_rows * pages_per_row
+    limits = ExecutorLimits(
+        num_pages, resolved.page_size, resolved.max_rows, resolved.max_model_len
+    )
+    executor = SimulatedExecutor(
+        limits,
+        vocab_size=traits.vocab_size,
+        step_s=config.simulated_step_ms / 1000,
+        never=frozenset(one for one in (*traits.eos_token_ids, traits.mask_token_id) if one),
+    )
+    found = {
+        "model_id": checkpoint.model_id,
+        "weight_version": checkpoint.weight_version,
+        "architecture": traits.architecture,
+        "dtype": "none",
+        "device": "simulated",
+        "vocab_size": traits.vocab_size,
+        "max_model_len": resolved.max_model_len,
+        "max_rows": resolved.max_rows,
+        "page_size": resolved.page_size,
+        "num_pages": num_pages,
+        "methods": tuple(strategies),
+        "block_length": traits.mask_block,
+        "mask_token_id": traits.mask_token_id,
+        "eos_token_ids": traits.eos_token_ids,
+        "tokenizer_dir": checkpoint.tokenizer_dir,
+        "stage_seconds": {},
+        "pooling": None,
+    }
+    facts = _facts(config, found, traits, checkpoint, strategies)
+    return Parts(executor=executor, facts=facts, resolved=resolved, strategies=strategies)
+
+
+def _facts(
+    config: EngineConfig,
+    found: dict[str, Any],
+    traits: Any,
+    checkpoint: Checkpoint,
+    strategies: dict[str, DecodeStrategy],
+) -> EngineFacts:
+    method = config.default_method or traits.default_method
+    if method not in strategies and (strategies or config.default_method):
+        raise InvalidRequest(
+            f"default_method {method!r} is not one of this model's: "
+            f"{', '.join(strategies) or 'none, it is an encoder'}",
+            param="default_method",
+        )
+    defaults = SamplingParams()
+    if config.generation_config == "auto":
+        defaults = read_sampling(checkpoint.generation_config)
+    return EngineFacts(
+        **found,
+        max_queued_requests=config.max_queued_requests,
+        max_logprobs=config.max_logprobs,
+        prefix_caching=config.prefix_caching,
+        tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
+        expert_parallel=config.expert_parallel,
+        role=config.role,
+        default_method=method,
+        default_params=read_knobs(config, strategies.get(method)),
+        default_sampling=defaults,
+    )

@@ -1,0 +1,125 @@
+"""What every rank but the first does: load, then run the plans of rank 0 in their order.
+
+It does not know requests, schedulers or what becomes of decisions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch
+
+from engine_service.child import calm_the_collector
+from engine_service.core.step import StepPlan
+from engine_service.pipe import BlockingPipe, PeerGone, unpack
+from engine_service.ranks.broadcast import Ended, Reader
+from engine_service.ranks.group import OpenWorker, RankWorker, sizes_of
+from engine_service.ranks.loading import Told
+from engine_service.ranks.messages import Failed, Here, Loaded, Ran, Start
+from tidemill.runtime.errors import InternalError, ServiceError
+
+_LOG = logging.getLogger("tidemill.rank")
+_GLANCE_S = 2e-4
+"""How often a timed step in flight is looked at while no plan comes."""
+
+
+def follow(pipe: BlockingPipe, start: Start, plans: Reader, open_worker: OpenWorker) -> int:
+    """Until rank 0 says that it is over; returns the exit status."""
+    try:
+        worker = _load(pipe, start, open_worker)
+        calm_the_collector()
+        pipe.send([Loaded(sizes_of(worker))])
+        _run(worker, plans, pipe)
+    except Ended as last:
+        if reason := str(last):
+            _LOG.error("rank 0 has ended: %s", reason)
+        return 0
+    except PeerGone:
+        return 1
+    except ServiceError as error:
+        return _tell(pipe, Failed(error, is_verdict=True))
+    except Exception as bug:
+        _LOG.exception("this rank failed")
+        wrapped = InternalError(f"{type(bug).__name__}: {bug}")
+        return _tell(pipe, Failed(wrapped, is_verdict=False))
+
+
+def _load(pipe: BlockingPipe, start: Start, open_worker: OpenWorker) -> RankWorker:
+    told = Told(lambda stage: pipe.send([stage]))
+    return open_worker(
+        start.config,
+        told.report,
+        place=start.place,
+        store=None,
+        meet_now=lambda: pipe.send([Here()]),
+    )
+
+
+class _Timed(NamedTuple):
+    """A launched step of which somebody wants to know how long this rank took."""
+
+    seq: int
+    launched_ns: int
+    done: torch.cuda.Event
+
+
+class _Watch:
+    """Tells rank 0 of timed steps; nobody waits for a device because of it."""
+
+    def __init__(self, pipe: BlockingPipe) -> None:
+        self._pipe = pipe
+        self._open: deque[_Timed] = deque()
+
+    def launched(self, seq: int, launched_ns: int, *, on_device: bool) -> None:
+        """A timed step, behind its launch; without a device it is done by then."""
+        if not on_device:
+            self._pipe.send([Ran(seq, launched_ns, time.monotonic_ns())])
+            return
+        done = torch.cuda.Event()
+        done.record()
+        self._open.append(_Timed(seq, launched_ns, done))
+
+    def look(self) -> bool:
+        """Tells what is done; whether there is more to come."""
+        while self._open and self._open[0].done.query():
+            seq, launched_ns, _ = self._open.popleft()
+            self._pipe.send([Ran(seq, launched_ns, time.monotonic_ns())])
+        return bool(self._open)
+
+
+def _run(worker: RankWorker, plans: Reader, pipe: BlockingPipe) -> NoReturn:
+    """As many steps in flight as core.loop has, and none that it had collected when it planned the
+    next. Decisions are collected for what collecting waits for and finds: what another stage
+    decided, pinned memory that is free again, and the device's errors."""
+    flights: deque[tuple[int, Any]] = deque()
+    watch, on_device = _Watch(pipe), worker.facts().get("device", "").startswith("cuda")
+    while True:
+        plan = _next(plans, watch)
+        while flights and flights[0][0] <= plan.settled:
+            worker.collect(flights.popleft()[1])
+        launched_ns = time.monotonic_ns() if plan.is_timed else 0
+        flights.append((plan.seq, worker.launch(plan)))
+        if plan.is_timed:
+            watch.launched(plan.seq, launched_ns, on_device=on_device)
+        if len(flights) > worker.depth:
+            worker.collect(flights.popleft()[1])
+
+
+def _next(plans: Reader, watch: _Watch) -> StepPlan:
+    """The next plan. Meanwhile timed steps in flight are looked at."""
+    while watch.look():
+        with contextlib.suppress(TimeoutError):
+            return cast(StepPlan, unpack(plans.receive(_GLANCE_S)))
+    return cast(StepPlan, unpack(plans.receive()))
+
+
+def _tell(pipe: BlockingPipe, failed: Failed) -> int:
+    try:
+        pipe.send([failed])
+    except PeerGone:
+        _LOG.error("rank 0 is gone")
+    return 1

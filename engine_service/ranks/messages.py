@@ -1,0 +1,59 @@
+"""What rank 0 and a follower tell each other beside the plans. Picklable plain values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engine_service.config import EngineConfig
+
+if TYPE_CHECKING:
+    from engine_service.distributed import Place
+from tidemill.runtime.errors import ServiceError
+
+WEIGHTS = "weights"
+"""The stage of loading that is counted over all ranks."""
+
+
+class Start(NamedTuple):
+    """The first message to a follower: what to load, and as which rank."""
+
+    config: EngineConfig
+    place: Place
+    ends_silent_leader: bool
+    """Whether the follower kills a rank 0 that shows no life: not where it is a user's program,
+    which may stand in a debugger."""
+
+
+class Stage(NamedTuple):
+    """A follower is in a stage of loading, and has done so much of it."""
+
+    name: str
+    done: int = 0
+    total: int = 0
+
+
+class Here(NamedTuple):
+    """A follower has its device; the ranks may meet."""
+
+
+class Ran(NamedTuple):
+    """A follower is done with a timed step and says so at once; monotonic nanoseconds of its
+    host."""
+
+    seq: int
+    launched_ns: int
+    done_ns: int
+
+
+class Loaded(NamedTuple):
+    """A follower takes plans from here on. `sizes` must be the same on all ranks."""
+
+    sizes: dict[str, Any]
+
+
+class Failed(NamedTuple):
+    """A follower ends, and why."""
+
+    error: ServiceError
+    is_verdict: bool
+    """It says what to change; otherwise something failed, perhaps because another rank ended."""

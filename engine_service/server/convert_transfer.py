@@ -1,0 +1,127 @@
+"""KV transfers as messages of the contract (protobuf), and back. It does not know streams."""
+
+from __future__ import annotations
+
+import time
+
+from engine_service.core.handoff import (
+    Begun,
+    Exported,
+    ImportPages,
+    InlinePiece,
+    KvLayout,
+    KvSource,
+    SharedPiece,
+)
+from engine_service.core.messages import Submit
+from engine_service.core.params import DecodingChoice, SamplingParams
+from tidemill.runtime.errors import FailedPrecondition
+from tidemill.v1 import engine_pb2 as pb
+
+
+def to_kv_source(spec: pb.GenerateSpec) -> KvSource | None:
+    """Where the request says that its KV is."""
+    if not spec.HasField("kv_source"):
+        return None
+    return KvSource(spec.kv_source.address, spec.traceparent, spec.tracestate)
+
+
+ROLES = {
+    "both": pb.ENGINE_ROLE_BOTH,
+    "prefill": pb.ENGINE_ROLE_PREFILL,
+    "decode": pb.ENGINE_ROLE_DECODE,
+}
+
+
+def opening(submit: Submit, begun: Begun, layout: KvLayout, host: str) -> pb.TransferRequest:
+    """The first frame: the KV of the whole units of a sequence's prompt, in the memory of `host` if
+    that is the callee's too."""
+    source = submit.kv_source or KvSource("")
+    opened = pb.TransferOpen(
+        request_id=submit.request_id,
+        prompt_token_ids=submit.prompt[: 4 * begun.num_tokens],
+        skip_tokens=begun.num_found,
+        method=submit.decoding.method or "",
+        cache_salt=submit.cache_salt,
+        priority=submit.priority,
+        fairness_key=submit.fairness_key,
+        layout=pb.KvLayout(**layout._asdict()),
+        shared_host=host,
+        traceparent=source.traceparent,
+        tracestate=source.tracestate,
+    )
+    return pb.TransferRequest(open=opened)
+
+
+def taken() -> pb.TransferRequest:
+    return pb.TransferRequest(taken=pb.PieceTaken())
+
+
+def check_layout(opened: pb.TransferOpen, own: KvLayout | None, role: str) -> None:
+    """Raises FailedPrecondition unless pages mean here what they mean to the caller."""
+    if role != "prefill" or own is None:
+        raise FailedPrecondition(
+            f"this engine is --role {role}; KV is fetched from engines of --role prefill",
+            reason="WRONG_ROLE",
+        )
+    theirs = opened.layout
+    for name, value in own._asdict().items():
+        if (asked := getattr(theirs, name)) != value:
+            raise FailedPrecondition(
+                f"{name} is {value!r} here and {asked!r} in the engine that asks: both sides of a "
+                "transfer need the same model, number format and page size",
+                reason="KV_LAYOUT",
+            )
+
+
+def check_connector(opened: pb.TransferOpen, connector: str, host: str) -> bool:
+    """Whether the KV goes by shared memory; raises FailedPrecondition where only that is allowed
+    and the caller cannot read it."""
+    is_one_host = opened.shared_host != "" and opened.shared_host == host
+    if connector == "shm" and not is_one_host:
+        raise FailedPrecondition(
+            "--kv-connector is shm here, and the engine that asks is of another host or user, or "
+            "asks for messages; pass --kv-connector auto to this engine",
+            reason="KV_SHARED",
+        )
+    return is_one_host and connector != "grpc"
+
+
+def to_prefill(opened: pb.TransferOpen, remaining_s: float | None) -> Submit:
+    """The sequence that computes the prompt; one token of it may be decided, which nobody sees."""
+    now = time.monotonic_ns()
+    return Submit(
+        key=0,
+        request_id=opened.request_id,
+        prompt=opened.prompt_token_ids,
+        sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+        decoding=DecodingChoice(method=opened.method or None, params={}),
+        cache_salt=opened.cache_salt,
+        priority=opened.priority,
+        fairness_key=opened.fairness_key,
+        arrival_ns=now,
+        deadline_ns=None if remaining_s is None else now + int(remaining_s * 1e9),
+        only_prefills=True,
+    )
+
+
+def piece_message(start: int, exported: Exported) -> pb.TransferResponse:
+    """Units from token `start` on."""
+    piece = exported.piece
+    assert piece is not None, "an empty piece is not sent"
+    told = pb.KvPiece(start=start, num_tokens=exported.num_tokens, crc32=piece.crc32)
+    if isinstance(piece, InlinePiece):
+        told.inline = piece.content
+    else:
+        told.shared.MergeFrom(pb.SharedPiece(pid=piece.pid, fd=piece.fd, size=piece.size))
+    return pb.TransferResponse(piece=told)
+
+
+def to_import(transfer: int, answer: pb.TransferResponse) -> ImportPages:
+    """What the core is to do with a piece."""
+    told = answer.piece
+    piece: InlinePiece | SharedPiece = InlinePiece(told.inline, told.crc32)
+    if told.WhichOneof("source") == "shared":
+        shared = told.shared
+        piece = SharedPiece(shared.pid, shared.fd, shared.size, told.crc32)
+    return ImportPages(transfer, told.start, told.num_tokens, piece)

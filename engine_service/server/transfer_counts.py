@@ -1,0 +1,51 @@
+"""What is counted of KV transfers, on either side. It does not know streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic
+
+from engine_service.core.handoff import InlinePiece, Piece
+from tidemill.telemetry.families import LONG_SECONDS, Families
+
+SENT, RECEIVED = "sent", "received"
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One of them; `outcome` is done, partial (the rest was computed), or failed."""
+
+    outcome: str = "failed"
+
+
+class TransferCounts:
+    """`direction` is sent or received."""
+
+    def __init__(self, families: Families) -> None:
+        counter, seconds = families.counter, families.histogram
+        self._ended = counter("kv_transfers", "KV transfers.", "direction", "outcome")
+        self._bytes = counter("kv_transfer_bytes", "KV moved.", "direction", "connector")
+        self._seconds = seconds(
+            "kv_transfer_seconds", "Whole KV transfers.", LONG_SECONDS, "direction"
+        )
+        self._open = families.gauge("kv_transfers_open", "KV transfers under way.", "direction")
+
+    @contextmanager
+    def transfer(self, model: str, direction: str) -> Iterator[Transfer]:
+        """Around one, which is a failure until it says otherwise."""
+        one, began = Transfer(), monotonic()
+        self._open.labels(model, direction).inc()
+        try:
+            yield one
+        finally:
+            self._open.labels(model, direction).dec()
+            self._ended.labels(model, direction, one.outcome).inc()
+            self._seconds.labels(model, direction).observe(monotonic() - began)
+
+    def moved(self, model: str, direction: str, piece: Piece) -> None:
+        """A piece has been sent, or is in the pages."""
+        is_inline = isinstance(piece, InlinePiece)
+        size = len(piece.content) if isinstance(piece, InlinePiece) else piece.size
+        self._bytes.labels(model, direction, "grpc" if is_inline else "shm").inc(size)

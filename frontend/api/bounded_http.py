@@ -1,0 +1,111 @@
+"""uvicorn's HTTP protocol with bounds for what a client makes us keep, and how long it may take.
+
+uvicorn and httptools keep a head of any size, and wait for the rest of a request for ever. It does
+not know what is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tidemill.runtime.errors import InvalidRequest
+
+MAX_HEAD_BYTES = 64 << 10
+"""Of a request's head, or of what stands between two pieces of its body or behind the last one. A
+head that comes with one read of the socket (256 KiB) is there before it is known to be larger."""
+_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n"
+    b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n\r\n%b"
+)
+_LOG = logging.getLogger("tidemill.frontend.http")
+
+
+def bounded_http(read_timeout_s: float) -> Any:
+    """What uvicorn makes for each connection. Raises InvalidRequest for a time below 0."""
+    if read_timeout_s < 0:
+        raise InvalidRequest(
+            f"read_timeout_s is {read_timeout_s:g}; it must be above 0, or 0 for any time",
+            param="read_timeout_s",
+        )
+    return partial(BoundedHttp, read_timeout_s=read_timeout_s)
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, *given: Any, read_timeout_s: float, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._read_timeout_s = read_timeout_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_kept = 0
+        """Bytes since the last one that was a body's, or that ended a head or a message."""
+
+    def connection_made(self, transport: Any) -> None:
+        """See asyncio.Protocol. Who connects has as long for the first request as for any."""
+        super().connection_made(transport)
+        self._expect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._heard()
+        super().connection_lost(exc)
+
+    def data_received(self, received: bytes) -> None:
+        """See asyncio.Protocol."""
+        self._num_kept += len(received)
+        super().data_received(received)
+        if self._num_kept > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse()
+
+    def on_message_begin(self) -> None:
+        """Called by the parser."""
+        super().on_message_begin()
+        self._expect()
+
+    def on_headers_complete(self) -> None:
+        """Called by the parser."""
+        self._num_kept = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Called by the parser."""
+        self._num_kept = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Called by the parser."""
+        self._num_kept = 0
+        self._heard()
+        super().on_message_complete()
+
+    def _expect(self) -> None:
+        if self._timer is None and self._read_timeout_s > 0:
+            self._timer = self.loop.call_later(self._read_timeout_s, self._expired)
+
+    def _heard(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expired(self) -> None:
+        self._timer = None
+        if self.flow.read_paused:  # it is we who are slow
+            self._expect()
+            return
+        _LOG.info("a request took too long to come", extra=self._who())
+        self.transport.close()
+
+    def _refuse(self) -> None:
+        _LOG.info("the head of a request is too large", extra=self._who())
+        if self.cycle is None or self.cycle.response_complete:
+            text = f"the head of a request may have {MAX_HEAD_BYTES} bytes".encode()
+            self.transport.write(_TOO_LARGE % (len(text), text))
+        self.transport.close()
+
+    def _who(self) -> dict[str, str]:
+        return {"client": self.client[0] if self.client else ""}

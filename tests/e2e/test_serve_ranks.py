@@ -1,0 +1,29 @@
+"""`tidemill serve` with several ranks, as a user runs it: what the death of one looks like."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_serve import FREE_PORTS, assert_gone, serve
+from tests.service.test_engine_ranks import BOUND_S, children
+
+
+@pytest.mark.timeout(300)
+def test_a_dead_rank_ends_it_with_status_1_and_is_named(tmp_path: Path) -> None:
+    with serve(tmp_path, "demo", "--device=cpu", "--tensor-parallel-size=2", *FREE_PORTS) as served:
+        served.wait_ready()
+        everybody = served.descendants()
+        (follower,) = children(everybody["engine_service.rank"])
+        began = time.monotonic()
+        os.kill(follower, signal.SIGKILL)
+        assert served.wait_end() == 1
+        assert time.monotonic() - began < BOUND_S
+        told = rf"ended with status 1: .*rank 1 \(pid {follower}\) was killed by SIGKILL"
+        assert re.search(told, served.err), served.err
+        assert_gone(everybody | {"follower": follower})

@@ -1,0 +1,90 @@
+"""Several ranks share a model and answer as one does, token for token in float32."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.equivalence.shapes import SHAPES, VOCAB
+
+TIMEOUT_S = 240.0
+
+
+def make_cases(folder: Path, names: list[str], **flags: Any) -> list[dict[str, Any]]:
+    """One for each shape: greedy, drawn, filtered and scored requests, of several lengths. `flags`
+    are more fields of the config."""
+    cases = []
+    for name in names:
+        shape, rng = SHAPES[name], random.Random(name)
+        model = folder / name
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(shape.config))
+        prompts = [[rng.randrange(VOCAB - 8) for _ in range(rng.randint(2, 30))] for _ in range(4)]
+        config = {
+            "model": str(model),
+            "load_format": "dummy",
+            "device": "cpu",
+            "max_rows": 3,
+            "max_model_len": 64,
+            "page_size": 8,
+            "seed": 3,
+            **flags,
+        }
+        for sampling in shape.sampling:
+            cases.append(
+                {
+                    "config": config,
+                    "prompts": prompts,
+                    "count": 10,
+                    "knobs": [shape.knobs] * len(prompts),
+                    "sampling": sampling,
+                }
+            )
+    return cases
+
+
+def answers(folder: Path, size: int, num_stages: int = 1) -> list[Any]:
+    """Of all cases in the folder, by so many ranks, which all find the same."""
+    command = [sys.executable, "-m", "tests.equivalence.rank_main"]
+    logs = [(folder / f"log-{size}-{rank}").open("w") for rank in range(size)]
+    sizes = [str(size), str(folder), str(num_stages)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), *sizes], stdout=log, stderr=log)
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        codes = [rank.wait(TIMEOUT_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        for log in logs:
+            log.close()
+    said = "".join((folder / f"log-{size}-{rank}").read_text()[-3000:] for rank in range(size))
+    assert not any(codes), said
+    found = [folder / f"found-{size}-{num_stages}-{rank}.json" for rank in range(size)]
+    assert len({path.read_text() for path in found}) == 1, "ranks disagree"
+    return list(json.loads(found[0].read_text()))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_architecture_answers_as_one_rank(tmp_path: Path, size: int) -> None:
+    names = [name for name, shape in SHAPES.items() if size in shape.sizes]
+    cases = make_cases(tmp_path, names)
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    alone, together = answers(tmp_path, 1), answers(tmp_path, size)
+    labels = [name for name in names for _ in SHAPES[name].sampling]
+    wrong = [
+        (label, case["sampling"])
+        for label, case, one, other in zip(labels, cases, alone, together, strict=True)
+        if one != other
+    ]
+    assert not wrong
+    assert all(len({tuple(tokens) for tokens in one}) > 1 for one in alone), "nothing is decided"

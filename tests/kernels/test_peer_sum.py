@@ -1,0 +1,114 @@
+"""Sums over several ranks' memory: the kernel of one rank, whose peers the test plays."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from engine_service.kernels.jit import INTERPRETED
+from engine_service.kernels.peer_sum import (
+    MAX_BLOCKS,
+    Parts,
+    add_parts_ref,
+    add_parts_triton,
+    release,
+)
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="signals of a device are the peers' own")
+LATER = 1 << 20
+"""More launches than a test makes: peers that are always there."""
+
+
+def shared(parts: list[torch.Tensor], rank: int, told: int = LATER) -> Parts:
+    """What rank `rank` has; the others have told `told`."""
+    size = len(parts)
+    signals = [
+        torch.full((size, MAX_BLOCKS), told, dtype=torch.int32, device=device) for _ in parts
+    ]
+    turns = torch.zeros(MAX_BLOCKS, dtype=torch.int32, device=device)
+    return Parts(tuple(part.to(device) for part in parts), tuple(signals), turns)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("num_ranks", "rows", "width"), [(2, 1, 64), (2, 3, 1000), (3, 2, 1024), (4, 5, 520)]
+)
+def test_every_rank_gets_the_same_sum(
+    num_ranks: int, rows: int, width: int, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    residual = torch.randn(rows, width).to(dtype)
+    parts = [torch.randn(rows, width).to(dtype) for _ in range(num_ranks)]
+    want = add_parts_ref(residual.clone(), tuple(parts))
+    sums = []
+    for rank in range(num_ranks):
+        mine = shared(parts, rank)
+        sums.append(add_parts_triton(residual.to(device, copy=True), mine, rank).cpu())
+        told = [int(mine.signals[peer][rank, 0]) for peer in range(num_ranks)]
+        assert told == [LATER if peer == rank else 1 for peer in range(num_ranks)]
+    for one in sums:
+        assert torch.equal(one, sums[0])
+    # Triton's interpreter cuts bfloat16 off where a device rounds it.
+    torch.testing.assert_close(sums[0], want, rtol=2**-7 if dtype.itemsize == 2 else 0, atol=1e-6)
+
+
+def test_the_order_of_ranks_counts() -> None:
+    """Control: in another order float32 sums have other bits."""
+    torch.manual_seed(1)
+    parts = tuple(torch.randn(4, 512) * 10**power for power in (-3, 4, 0))
+    residual = torch.randn(4, 512)
+    one, other = (add_parts_ref(residual.clone(), some) for some in (parts, parts[::-1]))
+    assert not torch.equal(one, other)
+
+
+def test_launches_are_counted_on_the_device() -> None:
+    mine = shared([torch.ones(1, 2048)] * 2, 1)
+    residual = torch.zeros(1, 2048, device=device)
+    for turn in range(1, 4):
+        add_parts_triton(residual, mine, 1)
+        assert int(residual[0, 0]) == 2 * turn
+        assert mine.signals[0][1, :2].tolist() == [turn, turn]
+        assert mine.signals[0][1, 2] == LATER, "a block that was not launched told something"
+
+
+def add_beside(mine: Parts, residual: torch.Tensor) -> threading.Thread:
+    """The kernel of rank 1 in a thread, which waits for its peer."""
+    thread = threading.Thread(target=add_parts_triton, args=(residual, mine, 1), daemon=True)
+    thread.start()
+    thread.join(0.2)
+    return thread
+
+
+@interpreted
+@pytest.mark.parametrize("turns", [0, 5, 2**31 - 2, 2**31 - 1, -(2**31), -1])
+def test_it_waits_until_the_peers_have_told_this_turn(turns: int) -> None:
+    """Also where the count of launches goes over the end of its numbers."""
+    mine = shared([torch.zeros(1, 64), torch.ones(1, 64)], 1, told=turns)
+    mine.turns.fill_(turns)
+    residual = torch.zeros(1, 64)
+    thread = add_beside(mine, residual)
+    assert thread.is_alive(), "it has not waited"
+    mine.parts[0].fill_(3.0)
+    mine.signals[1][0] += 1
+    thread.join(10.0)
+    assert not thread.is_alive()
+    assert torch.equal(residual, torch.full((1, 64), 4.0))
+
+
+@interpreted
+@pytest.mark.parametrize("turns", [0, 2**31 - 1])
+def test_a_released_rank_waits_for_nobody(turns: int) -> None:
+    """In the launch that waits, and in later ones."""
+    mine = shared([torch.zeros(1, 64), torch.ones(1, 64)], 1, told=turns)
+    mine.turns.fill_(turns)
+    residual = torch.zeros(1, 64)
+    thread = add_beside(mine, residual)
+    assert thread.is_alive(), "it has not waited"
+    release(mine, 1)
+    thread.join(10.0)
+    assert not thread.is_alive()
+    for _ in range(3):
+        add_parts_triton(residual, mine, 1)

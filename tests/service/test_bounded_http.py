@@ -1,0 +1,117 @@
+"""Clients that send too much, too slowly, or not to the end, over bare sockets to a frontend."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from frontend.api.bounded_http import MAX_HEAD_BYTES, bounded_http
+from tests.service.frontends import stack
+from tests.waiting import PATIENCE_S, until
+from tidemill.runtime.errors import InvalidRequest
+
+PIECE = b"a" * 4096
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n"
+ROOM = 4 << 20
+"""What sockets of both ends may hold, and more."""
+
+
+async def answer_to(port: int, pieces: Iterator[bytes]) -> tuple[int, bytes]:
+    """Sends until the other side has enough: (bytes it took, what it said)."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    sent = 0
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                sent += len(piece)
+                await asyncio.sleep(0)  # a transport that takes everything does not yield
+            return sent, await reader.read()
+    except ConnectionError:
+        return sent, b"".join([part async for part in rest(reader)])
+    finally:
+        writer.close()
+
+
+async def rest(reader: asyncio.StreamReader) -> Iterator[bytes]:  # type: ignore[misc]
+    try:
+        while part := await reader.read(4096):
+            yield part
+    except ConnectionError:
+        return
+
+
+def endless(head: bytes, piece: bytes, num_bytes: int = 16 * ROOM) -> Iterator[bytes]:
+    yield head
+    for _ in range(num_bytes // len(piece)):
+        yield piece
+
+
+@pytest.mark.parametrize(
+    ("head", "piece"),
+    [
+        (b"GET /health HTTP/1.1\r\nx: ", PIECE),  # one header without an end
+        (b"GET /health HTTP/1.1\r\n", b"x: " + b"a" * 1000 + b"\r\n"),  # headers without an end
+        (b"GET /", PIECE),
+        (CHUNKED + b"0\r\nx: ", PIECE),  # behind the body
+        (CHUNKED + b"1;x=", PIECE),  # between two pieces of it
+    ],
+)
+async def test_nobody_is_made_to_keep_a_head_without_an_end(
+    tmp_path: Path, head: bytes, piece: bytes
+) -> None:
+    async with stack(tmp_path, api_key="k" * 40) as served:
+        sent, said = await answer_to(served.frontend.http_port, endless(head, piece))
+        assert sent < ROOM + MAX_HEAD_BYTES
+        if not head.startswith(b"POST"):
+            assert said == b"" or said.startswith(b"HTTP/1.1 431 ")
+        fits = b"GET /health/live HTTP/1.1\r\nconnection: close\r\nx: " + PIECE * 15 + b"\r\n\r\n"
+        _, said = await answer_to(served.frontend.http_port, iter([fits[:9], fits[9:]]))
+        assert said.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_request_has_its_time_to_come_and_an_answer_all_it_needs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with stack(tmp_path, read_timeout_s=0.3) as served:
+        port, began = served.frontend.http_port, time.monotonic()
+        length = POST + b"content-length: 40\r\n\r\n{"
+        slow = [answer_to(port, iter([part])) for part in (b"GET /he", length)]
+        assert [said for _, said in await asyncio.gather(*slow)] == [b"", b""]
+        assert 0.25 < time.monotonic() - began < PATIENCE_S / 2
+        assert caplog.text.count("took too long to come") == 2
+        served.engine.step_s = 0.01
+        async with served.http() as client:
+            body = {"prompt": "ab", "max_tokens": 80, "stream": True}
+            text = (await client.post("/v1/completions", json=body)).text
+        assert text.endswith("data: [DONE]\n\n"), "0.8 s of answer"
+        lines = [vars(one) for one in caplog.records if one.name == "tidemill.frontend.http"]
+        assert "POST /v1/completions 499" in [line["message"] for line in lines]
+    assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
+
+
+async def test_a_client_that_leaves_inside_of_its_request_is_no_failure_of_ours(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with stack(tmp_path) as served:
+        _, writer = await asyncio.open_connection("127.0.0.1", served.frontend.http_port)
+        writer.write(POST + b"content-length: 40\r\n\r\n{")
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        writer.close()
+        await until(lambda: "POST /v1/completions 499" in caplog.text)
+    assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
+
+
+def test_a_time_below_zero_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="read_timeout_s is -1"):
+        bounded_http(-1.0)

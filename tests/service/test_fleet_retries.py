@@ -1,0 +1,135 @@
+"""What goes to another engine, what does not, and what an engine is blamed for."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.service.fake_engine import FakeEngine
+from tests.service.test_fleet import ask, fleet
+from tests.waiting import until
+from tidemill.runtime.errors import Unavailable
+from tidemill.v1 import engine_pb2 as pb
+
+
+async def test_many_requests_lost_with_their_session_are_one_loss(tmp_path: Path) -> None:
+    """The first loss may be the network's: the engine is used again as soon as it is back."""
+    async with fleet(tmp_path, 2, hold_after=2) as served, served.http() as client:
+        first, second = served.engines.values()
+        asked = [asyncio.create_task(ask(client)) for _ in range(24)]
+        await until(lambda: first.sent + second.sent == 48)
+        assert first.live >= 10
+        second.hold_after = None
+        first.drop_sessions()
+        codes = [one.status_code for one in await asyncio.gather(*asked)]
+        assert codes.count(503) >= 10, "control: they had begun there"
+        assert [one["ejections"] for one in served.desk.fleet.told()] == [0, 0]
+        await served.until_states("ready", "ready")
+
+
+async def test_a_prompt_that_kills_is_pooled_by_two_engines_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC may say that the call is cut before the session notices that the process has died."""
+
+    async def dies(engine: FakeEngine, request: Any, context: Any) -> None:
+        engine.pools.append(request)
+        engine.instance_id += "'"
+        engine.drop_sessions()
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    monkeypatch.setattr(FakeEngine, "Pool", dies)
+    async with fleet(tmp_path, 5) as served, served.http() as client:
+        body = {"model": "fake", "input": "ab"}
+        answer = await client.post("/v1/embeddings", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+        assert sum(len(one.pools) for one in served.engines.values()) == 2
+
+
+async def test_pooled_prompts_count_before_a_report(tmp_path: Path) -> None:
+    limits = pb.EngineLimits(max_rows=64)
+    async with fleet(tmp_path, 2, limits=limits, waiting=0) as served, served.http() as client:
+        first, second = served.engines.values()
+        second.waiting = 1
+        await until(lambda: served.desk.fleet.load.waiting == 1)
+        first.hold = second.hold = True
+        body = {"model": "fake", "input": ["ab"] * 8}
+        asked = asyncio.create_task(client.post("/v1/embeddings", json=body))
+        await until(lambda: len(first.pools) + len(second.pools) == 8)
+        first.hold = second.hold = False
+        assert (await asked).status_code == 200
+        assert min(len(first.pools), len(second.pools)) >= 2
+
+
+async def test_an_engine_that_does_not_read_is_passed_over(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 2, flags={"routing": "round_robin"}) as served:
+        outboxes = [one.client._slots.outbox for one in served.desk.fleet.members]
+        async with served.http() as client:
+            outboxes[0]._num_bytes += 1 << 40
+            codes = [(await ask(client)).status_code for _ in range(4)]
+            assert codes == [200] * 4
+            assert sorted(len(one.submits) for one in served.engines.values()) == [0, 4]
+            outboxes[1]._num_bytes += 1 << 40
+            answer = await ask(client)
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+            assert "does not read" in answer.text
+
+
+async def test_a_prefill_engine_is_named_to_decode_engines_alone(tmp_path: Path) -> None:
+    """Where a decode engine does not read, the request goes on to one that computes its prompts."""
+    async with fleet(tmp_path, 3, flags={"routing": "round_robin"}) as served:
+        for one, role in zip(served.desk.fleet.members, ("decode", "both", "prefill"), strict=True):
+            assert one.client.facts is not None
+            one.client.facts = replace(one.client.facts, role=role)
+        by_role = {one.role: one.client for one in served.desk.fleet.members}
+        async with served.http() as client:
+            assert [(await ask(client)).status_code for _ in range(3)] == [200] * 3
+            by_role["decode"]._slots.outbox._num_bytes += 1 << 40
+            assert [(await ask(client)).status_code for _ in range(3)] == [200] * 3
+        told = {
+            role: {spec.kv_source.address for spec in served.engines[port(one)].submits}
+            for role, one in by_role.items()
+        }
+        address = by_role["prefill"].address
+        assert told == {"decode": {address}, "both": {""}, "prefill": set()}
+
+
+async def test_engines_of_either_role_take_turns(tmp_path: Path) -> None:
+    flags = {"routing": "round_robin"}
+    async with fleet(tmp_path, 4, flags=flags) as served, served.http() as client:
+        members = served.desk.fleet.members
+        for one, role in zip(members, ("decode", "decode", "prefill", "prefill"), strict=True):
+            assert one.client.facts is not None
+            one.client.facts = replace(one.client.facts, role=role)
+        for _ in range(8):
+            assert (await ask(client)).status_code == 200
+        assert [one.num_routed for one in members] == [4] * 4
+
+
+def port(client: Any) -> int:
+    return int(client.address.rpartition(":")[2])
+
+
+async def test_a_search_begins_again_where_a_round_of_it_is_refused(tmp_path: Path) -> None:
+    """Of a search that is not done nobody has heard anything."""
+    async with fleet(tmp_path, 2, hold=True) as served, served.http() as client:
+        engines = list(served.engines.values())
+        search = {"use_beam_search": True, "n": 2, "best_of": 2, "max_tokens": 3}
+        asked = asyncio.create_task(ask(client, **search))
+        await until(lambda: any(one.live for one in engines))
+        (place,) = [number for number, one in enumerate(engines) if one.live]
+        engines[place].refuse = Unavailable("the engine is draining", reason="DRAINING")
+        for one in engines:
+            one.hold = False
+        moved = await asked
+        assert moved.status_code == 200, moved.text
+        assert len(engines[place].submits) > 1, "control: a later round was refused"
+        engines[place].refuse = None
+        again = await ask(client, **search)
+        texts = [[choice["text"] for choice in one.json()["choices"]] for one in (moved, again)]
+        assert texts[0] == texts[1]

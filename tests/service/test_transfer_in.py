@@ -1,0 +1,187 @@
+"""What a decode engine makes of what a prefill engine says. The latter is a script here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from engine_service.core.handoff import (
+    BeginTransfer,
+    Begun,
+    EndTransfer,
+    ImportPages,
+    KvLayout,
+    KvSource,
+)
+from engine_service.core.messages import Submit
+from engine_service.core.params import DecodingChoice, SamplingParams
+from engine_service.server import transfer_in
+from engine_service.server.transfer_counts import TransferCounts
+from engine_service.server.transfer_in import Fetches
+from tests.service.engine_fixtures import config, pack
+from tests.waiting import until
+from tidemill.runtime.errors import FailedPrecondition
+from tidemill.telemetry.families import Families
+from tidemill.v1 import engine_pb2 as pb
+from tidemill.v1 import engine_pb2_grpc as rpc
+
+PAGE = 16
+INLINE = pb.KvPiece(num_tokens=PAGE, inline=b"kv")
+SHARED = pb.KvPiece(num_tokens=PAGE, shared=pb.SharedPiece(pid=1, fd=2, size=2))
+
+
+class Source(rpc.KvTransferServiceServicer):
+    """Sends one piece and ends the call at once, well or not."""
+
+    def __init__(self) -> None:
+        self.piece = INLINE
+        self.code = grpc.StatusCode.OK
+        self.hosts: list[str] = []
+
+    async def Transfer(self, requests: Any, context: Any) -> None:
+        self.hosts.append((await context.read()).open.shared_host)
+        await context.write(pb.TransferResponse(piece=self.piece))
+        if self.code is not grpc.StatusCode.OK:
+            await context.abort(self.code, "the engine is gone")
+
+
+class Asks:
+    """A core; `failure` is what an import ends in."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.imports: list[ImportPages] = []
+        self.num_ended = 0
+        self.importing = asyncio.Event()
+        self.importing.set()
+
+    async def ask(self, control: Any, **_: Any) -> Any:
+        if isinstance(control, BeginTransfer):
+            return Begun(1, 2 * PAGE, 0, 2, PAGE)
+        assert isinstance(control, ImportPages)
+        self.imports.append(control)
+        await self.importing.wait()
+        if self.failure is not None:
+            raise self.failure
+        return True
+
+    def post(self, control: Any) -> None:
+        assert isinstance(control, EndTransfer)
+        self.num_ended += 1
+
+
+class Target:
+    """Fetches, and who reads what they let go."""
+
+    def __init__(self, connector: str) -> None:
+        self.asks, self.sources, self.addresses = Asks(), [Source(), Source()], []
+        self.passed: list[Submit] = []
+        chosen = config(kv_connector=connector)
+        asks: Any = self.asks
+        forward: Callable[[Any], None] = self.passed.append
+        self.fetches = Fetches(chosen, asks, forward, TransferCounts(Families()))
+        self.fetches.layout = KvLayout("m", "w", "float32", PAGE, 1, 1, 8)
+
+    async def fetch(self, number: int = 0) -> None:
+        """One request, until the core has it."""
+        num_before = len(self.passed)
+        submit = Submit(
+            key=num_before + 1,
+            request_id="1",
+            prompt=pack(*range(40)),
+            sampling=SamplingParams(),
+            decoding=DecodingChoice(),
+            kv_source=KvSource(self.addresses[number]),
+        )
+        assert self.fetches.holds(submit)
+        await until(lambda: len(self.passed) > num_before)
+        assert self.passed[-1].kv_source is None
+        await until(lambda: self.asks.num_ended > num_before)
+
+
+@asynccontextmanager
+async def target(connector: str) -> AsyncIterator[Target]:
+    made = Target(connector)
+    servers = []
+    for source in made.sources:
+        servers.append(grpc.aio.server())
+        rpc.add_KvTransferServiceServicer_to_server(source, servers[-1])
+        made.addresses.append(f"127.0.0.1:{servers[-1].add_insecure_port('127.0.0.1:0')}")
+        await servers[-1].start()
+    try:
+        yield made
+    finally:
+        await made.fetches.close()
+        for server in servers:
+            await server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("connector", "piece", "why"),
+    [
+        ("grpc", SHARED, "shared memory came, and messages were asked for"),
+        ("shm", INLINE, "a message came, and --kv-connector is shm here"),
+        ("auto", SHARED, None),
+        ("auto", INLINE, None),
+        ("grpc", INLINE, None),
+        ("shm", SHARED, None),
+    ],
+)
+async def test_kv_comes_the_way_that_was_asked_for(
+    caplog: pytest.LogCaptureFixture, connector: str, piece: Any, why: str | None
+) -> None:
+    """A prefill engine does not choose which files of other processes are read."""
+    async with target(connector) as made:
+        made.sources[0].piece = piece
+        await made.fetch()
+        assert len(made.asks.imports) == (why is None)
+        assert made.sources[0].hosts == [made.fetches._host]
+        assert (made.fetches._host == "") is (connector == "grpc")
+        assert why is None or why in caplog.text
+
+
+@pytest.mark.parametrize("connector", ["auto", "shm"])
+async def test_memory_that_cannot_be_read_is_that_of_one_engine_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, connector: str
+) -> None:
+    async with target(connector) as made:
+        first, second = made.sources
+        first.piece = second.piece = SHARED
+        made.asks.failure = FailedPrecondition("cannot read shared KV", reason="KV_SHARED")
+        await made.fetch()
+        made.asks.failure, first.piece = None, INLINE
+        await made.fetch()
+        await made.fetch(1)
+        host = made.fetches._host
+        assert first.hosts == [host, host if connector == "shm" else ""]
+        assert second.hosts == [host]
+        made.fetches._apart.clear()
+        monkeypatch.setattr(transfer_in, "_APART_S", 0.0)
+        made.asks.failure, first.piece = FailedPrecondition("again", reason="KV_SHARED"), SHARED
+        await made.fetch()
+        made.asks.failure = None
+        await made.fetch()
+        assert first.hosts[-2:] == [host, host], "its time is over"
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE])
+async def test_a_call_that_ends_behind_a_piece_is_no_bug(
+    caplog: pytest.LogCaptureFixture, code: grpc.StatusCode
+) -> None:
+    async with target("grpc") as made:
+        made.sources[0].code = code
+        made.asks.importing.clear()
+        fetch = asyncio.create_task(made.fetch())
+        await until(lambda: made.asks.imports)
+        await asyncio.sleep(0.2)  # for the end of the call to be here
+        made.asks.importing.set()
+        await fetch
+        assert len(made.asks.imports) == 1
+        assert not [one for one in caplog.records if one.levelno >= logging.ERROR], caplog.text
+        assert ("the engine is gone" in caplog.text) is (code is not grpc.StatusCode.OK)

@@ -1,0 +1,51 @@
+"""Pages as bytes: what is left out, and who waits for the device."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from engine_service.attention.base import LayerCache
+from engine_service.worker.page_store import PageStore
+
+SHAPE = (6, 4, 2, 8)
+"""Pages, slots, heads, head size."""
+
+
+def make(dtype: torch.dtype = torch.float32) -> tuple[PageStore, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    parts = [torch.randn(SHAPE).to(dtype) for _ in range(4)]
+    caches = [LayerCache(k=parts[0], v=parts[1]), LayerCache(k=parts[2], v=parts[3])]
+    return PageStore(caches, torch.device("cpu")), parts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_known_pages_are_left_out(dtype: torch.dtype, is_shared: bool) -> None:
+    store, parts = make(dtype)
+    before = [part.clone() for part in parts]
+    piece = store.read(1, [5, 0, 3], is_shared=is_shared)
+    store.write([2, 1], piece, 1)
+    for part, was in zip(parts, before, strict=True):
+        was[2], was[1] = was[0].clone(), was[3].clone()
+        assert torch.equal(part, was)
+    store.end(1)
+
+
+def test_the_device_is_waited_for_where_a_write_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages go to others next, who write to them on another stream."""
+    waits = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            waits.append(1)
+
+    store, _ = make()
+    store._stream = Stream()  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    piece = store.read(1, [0, 1], is_shared=False)
+    with pytest.raises(IndexError):
+        store.write([2, SHAPE[0]], piece, 0)
+    assert len(waits) == 2

@@ -1,0 +1,135 @@
+"""What a prefill engine sends, by what its caller says that it has read."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from engine_service.core.handoff import (
+    MAX_ON_THE_WAY,
+    BeginTransfer,
+    Begun,
+    Exported,
+    ExportPages,
+    InlinePiece,
+    KvLayout,
+)
+from engine_service.server.transfer_counts import TransferCounts
+from engine_service.server.transfer_out import HEADER_BYTES, PIECE_BYTES, Sending
+from tidemill.runtime.errors import FailedPrecondition
+from tidemill.telemetry.families import Families
+from tidemill.v1 import engine_pb2 as pb
+
+PAGE, NUM_PIECES = 16, 40
+MOST_BYTES = 64 << 20
+LAYOUT = KvLayout("m", "w", "float32", PAGE, 1, 1, 8)
+
+
+class Asks:
+    """A core that has the KV, and answers while `answers` is set."""
+
+    def __init__(self) -> None:
+        self.unit_bytes = PIECE_BYTES
+        self.num_open = self.most_open = 0
+        self.answers = asyncio.Event()
+
+    async def ask(self, control: Any, **_: Any) -> Any:
+        if isinstance(control, BeginTransfer):
+            return Begun(1, NUM_PIECES * PAGE, NUM_PIECES * PAGE, self.unit_bytes, PAGE)
+        assert isinstance(control, ExportPages)
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        await self.answers.wait()
+        self.num_open -= 1
+        return Exported(PAGE, InlinePiece(b"", 0))
+
+    def post(self, control: Any) -> None:
+        """The end."""
+
+
+class Talk:
+    """A caller, as the handler's context."""
+
+    def __init__(self) -> None:
+        self.frames: asyncio.Queue[Any] = asyncio.Queue()
+        self.starts: list[int] = []
+        self.frames.put_nowait(pb.TransferRequest(open=pb.TransferOpen(layout=LAYOUT._asdict())))
+
+    def say_taken(self, count: int) -> None:
+        for _ in range(count):
+            self.frames.put_nowait(pb.TransferRequest(taken=pb.PieceTaken()))
+
+    async def read(self) -> Any:
+        return await self.frames.get()
+
+    async def write(self, answer: pb.TransferResponse) -> None:
+        self.starts.append(answer.piece.start)
+        await asyncio.sleep(0)
+
+
+def sending(asks: Asks, talk: Talk) -> asyncio.Task[None]:
+    desk: Any = SimpleNamespace(
+        check_open=lambda: SimpleNamespace(kv_layout=LAYOUT, role="prefill", model_id="m"),
+        core=SimpleNamespace(asks=asks),
+        config=SimpleNamespace(kv_connector="grpc", max_message_bytes=MOST_BYTES),
+        observer=SimpleNamespace(metrics=SimpleNamespace(transfers=TransferCounts(Families()))),
+    )
+    return asyncio.create_task(Sending(desk, talk, asyncio.Semaphore(1)).run())
+
+
+async def settled() -> None:
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+async def test_no_more_is_on_the_way_than_is_taken() -> None:
+    asks, talk = Asks(), Talk()
+    asks.answers.set()
+    run = sending(asks, talk)
+    for taken in (0, 3, 1):
+        talk.say_taken(taken)
+        before = len(talk.starts)
+        await settled()
+        assert len(talk.starts) - before == (taken or MAX_ON_THE_WAY)
+    talk.say_taken(NUM_PIECES)
+    await asyncio.wait_for(run, 5)
+    assert talk.starts == list(range(0, NUM_PIECES * PAGE, PAGE))
+
+
+async def test_what_is_taken_before_it_is_sent_costs_the_core_no_more() -> None:
+    asks, talk = Asks(), Talk()
+    talk.say_taken(3 * NUM_PIECES)
+    run = sending(asks, talk)
+    await settled()
+    assert asks.most_open == MAX_ON_THE_WAY
+    asks.answers.set()
+    await asyncio.wait_for(run, 5)
+    assert asks.most_open == MAX_ON_THE_WAY
+    assert talk.starts == list(range(0, NUM_PIECES * PAGE, PAGE))
+
+
+@pytest.mark.parametrize("taken", [0, 5])
+async def test_a_caller_that_says_no_more_gets_everything(taken: int) -> None:
+    asks, talk = Asks(), Talk()
+    talk.say_taken(taken)
+    talk.frames.put_nowait(grpc.aio.EOF)
+    asks.answers.set()
+    await asyncio.wait_for(sending(asks, talk), 5)
+    assert talk.starts == list(range(0, NUM_PIECES * PAGE, PAGE))
+
+
+async def test_a_unit_that_no_message_holds_is_refused_before_it_is_computed() -> None:
+    asks, talk = Asks(), Talk()
+    asks.answers.set()
+    asks.unit_bytes = MOST_BYTES - HEADER_BYTES + 1
+    with pytest.raises(FailedPrecondition, match="smaller --page-size") as caught:
+        await sending(asks, talk)
+    assert (caught.value.reason, talk.starts) == ("KV_UNIT_TOO_LARGE", [])
+    piece = pb.KvPiece(
+        start=2**32 - 1, num_tokens=2**32 - 1, crc32=1, inline=bytes(MOST_BYTES - HEADER_BYTES)
+    )
+    assert pb.TransferResponse(piece=piece).ByteSize() <= MOST_BYTES
