@@ -153,16 +153,17 @@ def status_of(failure: BaseException | None, left_s: float | None) -> str:
     cancels a call whose time is up as it cancels one whose client has left."""
     if isinstance(failure, ServiceError):
         return semconv.status_name(failure.grpc_code)
-    if isinstance(failure, asyncio.CancelledError | GeneratorExit):
+    if isinstance(failure, asyncio.CancelledError | GeneratorExit | grpc.aio.BaseError):
         is_late = left_s is not None and left_s <= _SLACK_S
         return "DEADLINE_EXCEEDED" if is_late else "CANCELLED"
     return "OK" if failure is None else "INTERNAL"
 
 
 def _status(context: Any, failure: BaseException | None) -> str:
-    """Of a call whose error, if any, is a status already."""
-    if isinstance(failure, grpc.aio.AbortError):
-        code = context.code()
+    """Of a call whose error, if any, is a status already. A call that was over before its status
+    could be sent ends with another error of gRPC's than AbortError, and keeps the status."""
+    code = context.code()  # None: nobody has set one
+    if isinstance(failure, grpc.aio.BaseError) and code:
         return code.name if isinstance(code, grpc.StatusCode) else semconv.status_name(code)
     return status_of(failure, context.time_remaining())
 

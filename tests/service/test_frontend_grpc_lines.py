@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ from tests.service.test_frontend_gate import written
 from tests.service.test_frontend_oip import request
 from tests.waiting import PATIENCE_S, until
 from tidemill.oip import open_inference_pb2 as oip
+from tidemill.runtime import rpc
+from tidemill.runtime.errors import ServiceError
 from tidemill.security.keys import new_key
 from tidemill.v1 import text_pb2 as pb
 
@@ -137,11 +140,23 @@ async def test_what_is_refused_has_a_span_and_a_count(tmp_path: Path) -> None:
     ) in page
 
 
+@pytest.mark.parametrize("held_s", [0.0, 0.05], ids=["status in time", "status too late to send"])
 async def test_a_call_whose_time_is_up_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    held_s: float,
 ) -> None:
-    """gRPC cancels it like one whose client has left; that is told apart by the clock."""
+    """gRPC cancels it like one whose client has left; that is told apart by the clock. Where the
+    loop is busy meanwhile, the call is over before the frontend sends the status."""
     caplog.set_level(logging.INFO)
+    abort = rpc.abort
+
+    async def held(context: Any, error: ServiceError) -> None:
+        time.sleep(held_s)  # noqa: ASYNC251 - the loop shall stand still
+        await abort(context, error)
+
+    monkeypatch.setattr(rpc, "abort", held)
     with collecting() as (collector, endpoint):
         async with asked(tmp_path, otlp_endpoint=endpoint) as (served, ask):
             served.engine.step_s = 0.01
