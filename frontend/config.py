@@ -54,7 +54,8 @@ class FrontendConfig:
     """How long to wait for the engine at start-up."""
     engine_silence_s: float = 10.0
     """An engine that says nothing for so long is taken for gone, and its streams end; after half of
-    it, it gets no new requests. Engines speak twice a second, whatever they compute; at least 1."""
+    it, it gets no new requests. Engines speak twice a second, whatever they compute; at least 1.
+    A host that acknowledges nothing is given up within 2 s, whatever stands here."""
     drain_timeout_s: float = 30.0
     """How long SIGTERM waits for running requests."""
     drain_pause_s: float = 0.0

@@ -268,9 +268,8 @@ class EngineClient:
                 await asyncio.gather(writer, return_exceptions=True)
 
     async def _write(self, session: Any) -> None:
-        outbox = self._slots.outbox
         while True:
-            await session.write(await outbox.get())
+            await session.write(await self._slots.outgoing())
 
     async def _read(self, session: Any) -> None:
         clock, slots, alive = asyncio.get_running_loop().time, self._slots, self._alive

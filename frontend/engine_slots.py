@@ -5,6 +5,7 @@ It does not know connections; messages are translated by engine_convert.py.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Sequence
 
@@ -18,6 +19,9 @@ from tidemill.telemetry.context import TraceContext
 from tidemill.v1 import engine_pb2 as pb
 
 _TOKEN_BYTES = 4
+_SIGN_S = 0.3
+"""So often something is sent, whatever there is to say: only what was sent can stay without the
+acknowledgement that tells a living network from one that is cut."""
 
 
 class Slots:
@@ -78,6 +82,14 @@ class Slots:
                 submit.spec.traceparent, submit.spec.tracestate = trace.traceparent, trace.state
             self.outbox.put(pb.SessionRequest(submit=submit))
         return call
+
+    async def outgoing(self) -> pb.SessionRequest:
+        """What is to be written next: the oldest of the outbox, or a ping when nothing comes up."""
+        try:
+            async with asyncio.timeout(_SIGN_S):
+                return await self.outbox.get()
+        except TimeoutError:
+            return pb.SessionRequest(ping=pb.Ping())
 
     def on_step(self, step: pb.Step) -> None:
         """Hands the rows of one engine step to their calls. Unknown handles were aborted."""

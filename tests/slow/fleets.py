@@ -8,9 +8,13 @@ the answer is the same.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import signal
+import socket
+import struct
 import time
-from collections.abc import Iterator
+from asyncio import trsock
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +28,8 @@ from tests.waiting import PATIENCE_S, free_port
 from tidemill.runtime.rpc import channel_options
 from tidemill.v1 import text_pb2, text_pb2_grpc
 
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+"""Of Linux; Python names them from 3.14 on."""
 ENGINE = ("demo", "--executor=simulated", "--num-pages=8192", "--log-level=warning")
 
 
@@ -173,14 +179,22 @@ async def undisturbed(client: Client, asked: list[tuple[int, ...]], num: int) ->
     return [one.tokens for one in streams]
 
 
+def drop_packets(ends: Iterable[trsock.TransportSocket]) -> None:
+    """The kernel drops every packet that comes for these sockets, unacknowledged (a BPF program of
+    one instruction, `ret 0`)."""
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+    for end in ends:
+        if end.fileno() >= 0:
+            attached = struct.pack("HL", 1, ctypes.addressof(program))
+            end.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, attached)
+
+
 class Wire:
-    """A TCP way to a port that can be cut: it stops forwarding and closes nothing, as when packets
-    are dropped."""
+    """A TCP way to a port that can be cut: packets are dropped, and nothing is closed."""
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._open = asyncio.Event()
-        self._open.set()
+        self._ends: list[trsock.TransportSocket] = []
         self._server: asyncio.Server | None = None
         self._pipes: set[asyncio.Task[None]] = set()
         self.port = 0
@@ -198,17 +212,20 @@ class Wire:
         await asyncio.gather(*self._pipes, return_exceptions=True)
 
     def cut(self) -> None:
-        self._open.clear()
+        assert self._server is not None
+        drop_packets([*self._server.sockets, *self._ends])
 
     def mend(self) -> None:
         """New connections pass; bytes of the old ones were lost for ever."""
+        assert self._server is not None
         for pipe in self._pipes:
             pipe.cancel()
-        self._open.set()
+        for listener in self._server.sockets:
+            listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._open.wait()
         there, back = await asyncio.open_connection(HOST, self._port)
+        self._ends += [end.get_extra_info("socket") for end in (writer, back)]
         for pair in ((reader, back), (there, writer)):
             pipe = asyncio.create_task(self._pump(*pair))
             self._pipes.add(pipe)
@@ -218,7 +235,6 @@ class Wire:
         with suppress(ConnectionError):
             try:
                 while chunk := await reader.read(1 << 16):
-                    await self._open.wait()
                     writer.write(chunk)
                     await writer.drain()
             finally:

@@ -140,14 +140,11 @@ async def test_a_frontend_killed_leaves_nothing_and_hurts_nobody(tmp_path: Path)
 
 @pytest.mark.parametrize("how", ["the wire is cut", "the server stops", "the rank stops"])
 async def test_silence_is_noticed_and_traffic_moves(tmp_path: Path, how: str) -> None:
-    """Nothing is closed, nothing answers. With the shortest patience it gets no new work, and its
-    streams have ended, within 2 s; with the usual one after 10. When it is back, it is used
+    """Nothing is closed, nothing answers. Where packets are dropped it gets no new work, and its
+    streams have ended, within 2 s; where it stands still after 10. When it is back, it is used
     again."""
-    patience_s = 1.5 if how == "the wire is cut" else 10.0
-    patience = f"--engine-silence-s={patience_s:g}"
-    with site(
-        tmp_path, engine_flags=(f"--max-rows={ROWS}", STEP), frontend_flags=(patience,)
-    ) as made:
+    within_s = 2.0 if how == "the wire is cut" else 12.2
+    with site(tmp_path, engine_flags=(f"--max-rows={ROWS}", STEP)) as made:
         engines, front = [free_port(), free_port()], free_port()
         for port in engines:
             made.start_engine(port)
@@ -178,7 +175,8 @@ async def test_silence_is_noticed_and_traffic_moves(tmp_path: Path, how: str) ->
                     cut = [one for one in streams if one.code is not OK]
                     assert 1 <= len(cut) <= ROWS
                     assert all(one.code is GONE and one.tokens for one in cut)
-                    assert max(one.ended - at for one in cut) <= 1.2 * patience_s + 0.2
+                    assert max(one.ended - at for one in cut) <= within_s
+                    print(f"{how}: ended after {max(one.ended - at for one in cut):.2f} s")
                 if how == "the wire is cut":
                     wire.mend()
                 else:

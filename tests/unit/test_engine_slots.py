@@ -82,3 +82,24 @@ def test_a_report_that_crosses_requests() -> None:
     burst = ("report", "submit", "submit", "hear")
     assert asyncio.run(walked(burst, knows=True))[-1] == (2, 2, 2 * PROMPT_TOKENS)
     assert asyncio.run(walked(burst, knows=False))[-1] == (0, 2, 0), "control: taken for known"
+
+
+async def test_who_has_nothing_to_say_pings() -> None:
+    """Only what was sent can stay unacknowledged; and no request is lost to a ping's timer."""
+    slots = Slots(Rounds())
+    assert (await slots.outgoing()).WhichOneof("frame") == "ping"
+    asked = [pb.SessionRequest(submit=pb.Submit(handle=handle)) for handle in range(1, 40)]
+
+    async def ask() -> None:
+        for frame in asked:
+            await asyncio.sleep(0.02)
+            slots.outbox.put(frame)
+
+    asking = asyncio.create_task(ask())
+    frames: list[pb.SessionRequest] = []
+    while len(frames) < len(asked):
+        frame = await slots.outgoing()
+        frames += [frame] if frame.HasField("submit") else []
+    await asking
+    assert frames == asked
+    assert (await slots.outgoing()).WhichOneof("frame") == "ping"

@@ -111,7 +111,9 @@ def test_option_names_are_those_grpc_knows() -> None:
     assert options["grpc.keepalive_permit_without_calls"] == 1
     assert options["grpc.so_reuseport"] == 0
     assert options["grpc.max_receive_message_length"] == 1 << 20
-    assert dict(rpc.channel_options(1))["grpc.enable_retries"] == 0
+    options = dict(rpc.channel_options(1))
+    assert options["grpc.enable_retries"] == 0
+    assert options["grpc.keepalive_timeout_ms"] == 1200
 
 
 @contextmanager

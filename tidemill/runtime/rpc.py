@@ -28,6 +28,9 @@ _DETAILS = "grpc-status-details-bin"
 _TEXT_BYTES, _NAME_BYTES, _FACTS_BYTES = 1024, 256, 1024
 """A status travels in HTTP/2 headers, which clients cap at 8 KiB. The text counts up to four times
 and a third: once percent-encoded (grpc-message) and once in base64 (the details)."""
+_CUT_MS = 1200
+"""What the other host has not acknowledged for so long ends a client's connection. A process that
+stands still does not count as gone: its kernel acknowledges for it."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _LOG = logging.getLogger("tidemill.rpc")
 Options = list[tuple[str, int | str]]
@@ -38,7 +41,6 @@ def _common_options(max_message_bytes: int) -> Options:
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]
@@ -49,6 +51,7 @@ def server_options(max_message_bytes: int) -> Options:
     stream limit lies far above the request queue, so that admission refuses, not the transport."""
     return [
         *_common_options(max_message_bytes),
+        ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", 16_384),
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -58,9 +61,11 @@ def server_options(max_message_bytes: int) -> Options:
 
 def channel_options(max_message_bytes: int) -> Options:
     """No hidden retries; fast first reconnect. What gRPC calls the least backoff is how long an
-    attempt may take: a busy server may be as slow to answer it as to answer a ping."""
+    attempt may take: a busy server may be as slow to answer it as to answer a ping. Keepalive's
+    timeout is the kernel's too (TCP_USER_TIMEOUT of Linux): who sends often notices a cut soon."""
     return [
         *_common_options(max_message_bytes),
+        ("grpc.keepalive_timeout_ms", _CUT_MS),
         ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 10_000),
