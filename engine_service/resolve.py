@@ -18,6 +18,9 @@ CANVAS_BLOCK = 32
 """Positions that a row of a full-canvas model decides on at once, unless a request says more."""
 _LOGIT_CHUNK_BYTES = 256 << 20
 """float32 logits that exist at once; sampling needs about eight times as much beside them."""
+_TRANSFER_FLAGS = ("kv_connector", "kv_transfer_timeout_s", "kv_tls_ca")
+"""Read by engines that move KV. Prefill and decode engines may be given the same ones."""
+_DEFAULTS = EngineConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +153,16 @@ def _require_at_least(name: str, value: int, least: int, because: str) -> None:
 
 
 def _check_role(config: EngineConfig, traits: ModelTraits) -> None:
-    """Raises Unsupported where a prompt's KV cannot be moved."""
+    """Raises Unsupported where a prompt's KV cannot be moved, InvalidRequest for flags that an
+    engine does not read that moves none."""
     if config.role == "both":
+        for name in _TRANSFER_FLAGS:
+            if (given := getattr(config, name)) != getattr(_DEFAULTS, name):
+                raise InvalidRequest(
+                    f"{name} is {given!r}, which only engines that move KV read; leave it out, or "
+                    "pass --role prefill or --role decode",
+                    param=name,
+                )
         return
     size = config.num_ranks
     reasons = (

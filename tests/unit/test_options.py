@@ -91,6 +91,20 @@ def test_positional_stands_anywhere(argv: list[str]) -> None:
     assert parse(*argv, positional="name") == Boat(name="sea", length=3)
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["sea", "sloop", "--length", "3"],
+        ["--length", "3", "sea", "sloop"],
+        ["sea", "--length", "3", "sloop"],
+        ["--name", "sea", "--length", "3", "sloop"],
+    ],
+)
+def test_several_positionals(argv: list[str]) -> None:
+    assert parse(*argv, positional="name rig") == Boat(name="sea", rig="sloop", length=3)
+    assert parse("lake", positional="name rig") == Boat(name="lake")
+
+
 def test_shared_fields_are_one_flag() -> None:
     boat, crew = options.parse(
         [Boat, Crew], ["--name", "sea", "--hands", "2"], prog="x", environ={}
@@ -132,6 +146,8 @@ def test_refusals(capsys: pytest.CaptureFixture[str], argv: list[str], words: st
 def test_refusals_of_a_positional(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown argument sea" in refusal(capsys, "sea", "lake", positional="name")
     assert "unknown argument sea" in refusal(capsys, "sea", "--name", "lake", positional="name")
+    three = refusal(capsys, "sea", "sloop", "lake", positional="name rig")
+    assert "unknown argument sea" in three
 
 
 def test_refusals_of_the_environment(capsys: pytest.CaptureFixture[str]) -> None:

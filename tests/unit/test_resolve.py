@@ -74,6 +74,9 @@ def test_large_vocabularies_bound_the_logits_in_memory():
         ({"max_rows": 0}, "max_rows", "one request"),
         ({"token_budget": 15, "block": 16}, "token_budget", "pass 16 or more"),
         ({"logit_budget": 15, "block": 16}, "logit_budget", "one block"),
+        ({"kv_connector": "shm"}, "kv_connector", "'shm', .* pass --role prefill or --role decode"),
+        ({"kv_transfer_timeout_s": 5.0}, "kv_transfer_timeout_s", "is 5.0, which only engines"),
+        ({"kv_tls_ca": "ca.pem"}, "kv_tls_ca", "leave it out"),
     ],
 )
 def test_wrong_values_are_refused_with_the_fix(flags, param, words):

@@ -36,10 +36,9 @@ class ShardOptions:
 
 def run(argv: Sequence[str]) -> int:
     """Writes the folder and says how to use it; returns the exit status."""
-    words = list(argv)
-    if len(words) > 1 and not words[0].startswith("-") and not words[1].startswith("-"):
-        words.insert(1, "--output")
-    (wanted,) = options.parse([ShardOptions], words, prog="tidemill shard", positional="model")
+    (wanted,) = options.parse(
+        [ShardOptions], argv, prog="tidemill shard", positional="model output"
+    )
     from engine_service.worker.shard_writer import write_shards
 
     config = EngineConfig(

@@ -66,15 +66,18 @@ def parse(
 ) -> list[Any]:
     """One instance per dataclass. A field that several share is one flag and sets them all.
 
-    `positional` names a field that may stand without its flag; `hidden` fields keep their
-    defaults. Ends with status 2 at a wrong or unknown key, with 0 after --help, --print-config.
+    `positional` names fields, in order, that may stand without their flags; `hidden` ones keep
+    their defaults. Ends with status 2 at a wrong or unknown key, with 0 after --help and
+    --print-config.
     """
     own = [{n: s for n, s in settings_of(k).items() if n not in hidden} for k in kinds]
     known = {n: s for settings in (*own, *reversed(own)) for n, s in settings.items()}
     parser = _parser(known, prog, positional)
     said, rest = parser.parse_known_args(argv)
-    if positional and not hasattr(said, positional) and len(rest) == 1 and rest[0][0] != "-":
-        setattr(said, positional, rest.pop())
+    unsaid = [name for name in positional.split() if not hasattr(said, name)]
+    if len(rest) <= len(unsaid) and all(word[:1] != "-" for word in rest):
+        vars(said).update(zip(unsaid, rest, strict=False))
+        rest = []
     try:
         _refuse_unknown("argument", [w for w in rest if w[:1] == "-"] or rest, map(flag_of, known))
         words = _words_of_file(said.config, known) + _words_of_environment(environ, known)
@@ -96,9 +99,10 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _parser(known: Mapping[str, Setting], prog: str, positional: str) -> argparse.ArgumentParser:
+    bare = "".join(f"[{name.upper()}] " for name in positional.split())
     parser = argparse.ArgumentParser(
         prog=prog,
-        usage=f"{prog} {positional and f'[{positional.upper()}] '}[--flag VALUE ...]",
+        usage=f"{prog} {bare}[--flag VALUE ...]",
         epilog="Every flag is also a variable, TIDEMILL_<FLAG>, and a key of the --config file.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
