@@ -4,7 +4,9 @@ It does not know what a verb does; the verb's module is imported when it is aske
 `--help` and `--version` instant.
 """
 
+import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -47,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(verb: str, argv: Sequence[str]) -> int:
+    """A process that is the first of its container gets no signal that it has not asked for, and a
+    service asks for SIGTERM only once it serves: until then this ends it."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         status: int = import_module(f"tidemill.commands.{verb.replace('-', '_')}").run(argv)
     except ServiceError as error:

@@ -28,6 +28,13 @@ finally:
     assert "torch" not in sys.modules, "torch was imported"
 """
 
+TOLD_EARLY = """
+import os, signal, sys
+from tidemill import cli
+cli.import_module = lambda name: os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(cli.main(["engine", "demo"]))
+"""
+
 SLEEP = "import sys, time\nprint('hi', file=sys.stderr, flush=True)\ntime.sleep(600)\n"
 
 
@@ -225,3 +232,10 @@ def _is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_service_that_still_imports_can_be_told_to_stop() -> None:
+    """By a handler of its own: the kernel would keep the signal from the first process of a
+    container, which its supervisor then waits for in vain."""
+    told = [sys.executable, "-c", TOLD_EARLY]
+    assert subprocess.run(told, cwd=ROOT, check=False).returncode == 128 + signal.SIGTERM
