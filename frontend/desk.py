@@ -21,6 +21,7 @@ from frontend.fleet.discovery import discovery_of
 from frontend.fleet.fleet import Fetch, Fleet
 from frontend.fleet.fleet_metrics import FleetMetrics
 from frontend.generation import Generation
+from frontend.liveness import UNANSWERED_MS
 from frontend.messages import EngineFacts
 from frontend.metrics import Metrics
 from frontend.pooling import PoolWalk
@@ -68,7 +69,9 @@ class FrontDesk:
         self.fleet = Fleet(
             discovery_of(config.engine),
             routing=config.routing,
-            dial=Dialing(channel_options(config.max_message_bytes), tls),
+            dial=Dialing(
+                channel_options(config.max_message_bytes, unanswered_ms=UNANSWERED_MS), tls
+            ),
             silence_s=config.engine_silence_s,
             load_model=self._load_model,
         )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from frontend import engine_convert as convert
 from frontend.call import Call
+from frontend.liveness import SIGN_S
 from frontend.messages import Sequence as EngineSequence
 from frontend.outbox import Outbox
 from frontend.rounds import Rounds
@@ -19,9 +20,6 @@ from tidemill.telemetry.context import TraceContext
 from tidemill.v1 import engine_pb2 as pb
 
 _TOKEN_BYTES = 4
-_SIGN_S = 0.3
-"""So often something is sent, whatever there is to say: only what was sent can stay without the
-acknowledgement that tells a living network from one that is cut."""
 
 
 class Slots:
@@ -86,7 +84,7 @@ class Slots:
     async def outgoing(self) -> pb.SessionRequest:
         """What is to be written next: the oldest of the outbox, or a ping when nothing comes up."""
         try:
-            async with asyncio.timeout(_SIGN_S):
+            async with asyncio.timeout(SIGN_S):
                 return await self.outbox.get()
         except TimeoutError:
             return pb.SessionRequest(ping=pb.Ping())

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from tidemill.runtime.errors import InvalidRequest
 
+SIGN_S = 0.3
+"""A frontend sends something this often: only what was sent can stay unacknowledged."""
+UNANSWERED_MS = 1200
+"""A host that acknowledges nothing for so long is cut off, whether its engine lives or not."""
 _LEAST_S = 1.0
 """Of two reports one may be late."""
 _DOUBT = 0.5

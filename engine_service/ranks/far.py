@@ -37,7 +37,7 @@ from tidemill.runtime.errors import (
     Unavailable,
 )
 
-LEAVING_S = 0.6
+LEAVING_S = 3.0
 _AGAIN_S = 0.5
 _KNOCKING_S = 5.0
 _SAY_EVERY_S = 30.0

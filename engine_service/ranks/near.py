@@ -26,7 +26,7 @@ from engine_service.ranks.messages import Failed
 from engine_service.ranks.silence import CUT_S, Silence
 from tidemill.runtime.errors import EngineDead
 
-_LEFT_S = 2.0
+_LEFT_S = 4.0
 
 
 class Told(NamedTuple):

@@ -22,12 +22,13 @@ from engine_service.ranks.processes import FOLLOWER_MODULE, FollowerProcess, Sta
 from engine_service.ranks.silence import TICK_S, Silence
 from tidemill.runtime.errors import EngineDead, InternalError, ServiceError
 
-LEAVING_S = 0.8
-"""For followers to leave by themselves; the engine server gives rank 0 no more than a second."""
+LEAVING_S = 4.0
+"""For followers to leave by themselves; the engine server gives rank 0 a second more. Who is killed
+first makes the rank on another host take a clean end for a lost host."""
 
 _SETTLING_S = 0.5
 """What one rank's end does to the others may be seen before that end itself is."""
-_EXPLAINED_S = 2.0
+_EXPLAINED_S = 3.0
 _LOG = logging.getLogger("tidemill.rank")
 
 OnLost = Callable[[ServiceError], None]

@@ -37,6 +37,8 @@ from tidemill.v1 import engine_pb2_grpc
 _SERVICES = ("EngineService", "EngineInfoService", "KvEventService", "KvTransferService")
 _NAMES = tuple(f"tidemill.v1.{name}" for name in _SERVICES)
 _CLOSING_S = 1.0  # for streams to send what they still hold; core death must exit within 2 s
+_LEAVING_S = 5.0
+"""For the core, which lets its ranks leave. One that loads or is lost does not listen."""
 _LOG = logging.getLogger("tidemill.engine")
 
 
@@ -215,7 +217,8 @@ class EngineServer:
         await desk.fetches.close()
         desk.core.command(Shutdown())
         await asyncio.sleep(0)
-        await asyncio.to_thread(self._rank.stop, _CLOSING_S)
+        listens = desk.facts is not None and desk.core.lost is None
+        await asyncio.to_thread(self._rank.stop, _LEAVING_S if listens else _CLOSING_S)
         desk.core.close()
         for task in self._tasks:
             task.cancel()

@@ -111,7 +111,7 @@ def test_option_names_are_those_grpc_knows() -> None:
     assert options["grpc.keepalive_permit_without_calls"] == 1
     assert options["grpc.so_reuseport"] == 0
     assert options["grpc.max_receive_message_length"] == 1 << 20
-    options = dict(rpc.channel_options(1))
+    options = dict(rpc.channel_options(1, unanswered_ms=1200))
     assert options["grpc.enable_retries"] == 0
     assert options["grpc.keepalive_timeout_ms"] == 1200
 

@@ -28,9 +28,6 @@ _DETAILS = "grpc-status-details-bin"
 _TEXT_BYTES, _NAME_BYTES, _FACTS_BYTES = 1024, 256, 1024
 """A status travels in HTTP/2 headers, which clients cap at 8 KiB. The text counts up to four times
 and a third: once percent-encoded (grpc-message) and once in base64 (the details)."""
-_CUT_MS = 1200
-"""What the other host has not acknowledged for so long ends a client's connection. A process that
-stands still does not count as gone: its kernel acknowledges for it."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _LOG = logging.getLogger("tidemill.rpc")
 Options = list[tuple[str, int | str]]
@@ -59,13 +56,16 @@ def server_options(max_message_bytes: int) -> Options:
     ]
 
 
-def channel_options(max_message_bytes: int) -> Options:
+def channel_options(max_message_bytes: int, *, unanswered_ms: int = 10_000) -> Options:
     """No hidden retries; fast first reconnect. What gRPC calls the least backoff is how long an
-    attempt may take: a busy server may be as slow to answer it as to answer a ping. Keepalive's
-    timeout is the kernel's too (TCP_USER_TIMEOUT of Linux): who sends often notices a cut soon."""
+    attempt may take: a busy server may be as slow to answer it as to answer a ping.
+
+    What the other host has not acknowledged for `unanswered_ms` ends the connection (keepalive's
+    timeout is TCP_USER_TIMEOUT too, on Linux): who sends often notices soon that the network is
+    cut. A process that stands still is not taken for that: its kernel acknowledges for it."""
     return [
         *_common_options(max_message_bytes),
-        ("grpc.keepalive_timeout_ms", _CUT_MS),
+        ("grpc.keepalive_timeout_ms", unanswered_ms),
         ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 10_000),
