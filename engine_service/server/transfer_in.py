@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,9 @@ _MAX_SOURCES = 64
 """Prefill engines that a connection is kept to; the oldest one is closed."""
 _APART_S = 60.0
 """How long an engine whose memory could not be read is asked for messages: it may just be gone."""
+_REST = 9
+"""An engine is left alone for so many times what it took not to reach it, so that prompts wait for
+nothing in at most a tenth of the time."""
 _LOG = logging.getLogger("tidemill.engine")
 
 
@@ -93,6 +96,8 @@ class Fetches:
         self._host = shared_host() if config.kv_connector != "grpc" else ""
         self._apart: dict[str, float] = {}
         """Until when engines are not asked for shared memory, by address."""
+        self._resting: dict[str, float] = {}
+        """Until when engines are not asked at all, by address."""
         self.layout: KvLayout | None = None
         """Of this engine, once it is up."""
 
@@ -128,10 +133,11 @@ class Fetches:
         """Sequences of one prompt share a fetch. One whose prompt is scored has to be computed,
         and more than may wait in the queue are not held: the core takes them by its rules."""
         is_scored = submit.sampling.prompt_logprobs is not None
-        if is_scored or self.num_held >= self._config.max_queued_requests:
+        address = submit.kv_source.address if submit.kv_source else ""
+        rests = self._resting.get(address, 0.0) > time.monotonic()
+        if is_scored or rests or self.num_held >= self._config.max_queued_requests:
             self._forward(replace(submit, kv_source=None))
             return
-        address = submit.kv_source.address if submit.kv_source else ""
         same = (address, submit.decoding.method, submit.cache_salt, submit.prompt)
         fetch = self._fetches.get(same)
         if fetch is None:
@@ -190,7 +196,8 @@ class Fetches:
                     try:
                         is_apart = self._apart.get(address, 0.0) > time.monotonic()
                         host = "" if is_apart else self._host
-                        await stream.write(convert.opening(submit, begun, layout, host))
+                        with self._reaching(address):
+                            await stream.write(convert.opening(submit, begun, layout, host))
                         is_whole = await self._receive(stream, begun, layout.model_id, host)
                         await stream.done_writing()
                         while is_whole and await stream.read() is not grpc.aio.EOF:
@@ -200,6 +207,18 @@ class Fetches:
                     counted.outcome = "done" if is_whole else "partial"
         finally:
             self._asks.post(end_of(begun))
+
+    @contextmanager
+    def _reaching(self, address: str) -> Iterator[None]:
+        """Around what waits for a connection. In vain, too, where nobody could wait any longer."""
+        began = time.monotonic()
+        try:
+            yield
+        except BaseException:
+            now = time.monotonic()
+            self._resting = {one: until for one, until in self._resting.items() if until > now}
+            self._resting[address] = now + min(_APART_S, _REST * (now - began))
+            raise
 
     async def _receive(self, stream: Any, begun: Begun, model: str, host: str) -> bool:
         """Whether all of it has come and found room."""

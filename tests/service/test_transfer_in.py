@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -88,11 +89,9 @@ class Target:
         self.fetches = Fetches(chosen, asks, forward, TransferCounts(Families()))
         self.fetches.layout = KvLayout("m", "w", "float32", PAGE, 1, 1, 8)
 
-    async def fetch(self, number: int = 0) -> None:
-        """One request, until the core has it."""
-        num_before = len(self.passed)
+    def submit(self, number: int) -> None:
         submit = Submit(
-            key=num_before + 1,
+            key=len(self.passed) + 1,
             request_id="1",
             prompt=pack(*range(40)),
             sampling=SamplingParams(),
@@ -100,6 +99,11 @@ class Target:
             kv_source=KvSource(self.addresses[number]),
         )
         assert self.fetches.holds(submit)
+
+    async def fetch(self, number: int = 0) -> None:
+        """One request, until the core has it."""
+        num_before = len(self.passed)
+        self.submit(number)
         await until(lambda: len(self.passed) > num_before)
         assert self.passed[-1].kv_source is None
         await until(lambda: self.asks.num_ended > num_before)
@@ -185,3 +189,23 @@ async def test_a_call_that_ends_behind_a_piece_is_no_bug(
         assert len(made.asks.imports) == 1
         assert not [one for one in caplog.records if one.levelno >= logging.ERROR], caplog.text
         assert ("the engine is gone" in caplog.text) is (code is not grpc.StatusCode.OK)
+
+
+async def test_an_engine_out_of_reach_is_left_alone_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its prompts do not wait for a connection each time; those of others are fetched as ever."""
+    patience = ("grpc.min_reconnect_backoff_ms", 400)
+    monkeypatch.setattr(transfer_in, "channel_options", lambda _: [patience])
+    monkeypatch.setattr(transfer_in, "_REST", 1e6)  # a minute, however busy this machine is
+    async with target("grpc") as made:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            made.addresses.append(f"127.0.0.1:{silent.getsockname()[1]}")
+            await made.fetch(2)
+            await made.fetch(0)
+            assert len(made.asks.imports) == 1
+            made.submit(2)
+            assert len(made.passed) == 3, "the core has it at once"
+            made.fetches._resting.clear()
+            made.submit(2)
+            assert len(made.passed) == 3, "it is tried again"
