@@ -182,6 +182,10 @@ class TemplatePool:
         """The one with the fewest jobs of those that are not stuck, or a new one."""
         while True:
             able = [worker for worker in self._workers if not worker.is_stuck]
+            if not able and self._workers:  # it may be this process that was away: hear them first
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                able = [worker for worker in self._workers if not worker.is_stuck]
             if not able and len(self._workers) == MAX_WORKERS:
                 able = self._workers
             if able:

@@ -7,6 +7,7 @@ computed; what becomes of its own process is for its owner to say.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import select
@@ -28,6 +29,7 @@ first makes the rank on another host take a clean end for a lost host."""
 
 _SETTLING_S = 0.5
 """What one rank's end does to the others may be seen before that end itself is."""
+_LOOKS = 5
 _EXPLAINED_S = 3.0
 _LOG = logging.getLogger("tidemill.rank")
 
@@ -203,8 +205,11 @@ class Watcher:
 
     def _settle(self) -> None:
         deadline = time.monotonic() + _SETTLING_S
-        while not self._has_cause() and (left := deadline - time.monotonic()) > 0:
-            self._look(min(left, 0.02))
+        for seen in itertools.count():  # this process may itself have stood still until then
+            left = deadline - time.monotonic()
+            if self._has_cause() or (left <= 0 and seen >= _LOOKS):
+                return
+            self._look(max(0.0, min(left, 0.02)))
 
     def _verdict(self) -> ServiceError:
         """The likeliest cause first."""
