@@ -13,6 +13,8 @@ from pydantic import BaseModel
 
 ASK: Any = [{"role": "user", "content": "json: tom 31 rome"}]
 TOM = {"name": "tom", "age": 31, "city": "rome"}
+LONG = {"type": "string", "minLength": 1500}
+"""No answer to it is over before its client has left, however slow that is."""
 FORCED: Any = {"type": "tool", "name": "save_person"}
 
 
@@ -172,11 +174,13 @@ def test_models(client: anthropic.Anthropic) -> None:
 def test_a_stream_that_is_closed(
     client: anthropic.Anthropic, abandoned: AbstractContextManager[None]
 ) -> None:
+    endless: Any = {"format": {"type": "json_schema", "schema": LONG}}
     with abandoned:
         stream = client.messages.create(
             model="demo",
             max_tokens=1900,
             messages=[{"role": "user", "content": "ROMEO:"}],
+            output_config=endless,
             stream=True,
         )
         next(event for event in stream if event.type == "content_block_delta")

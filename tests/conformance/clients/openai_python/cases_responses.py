@@ -166,9 +166,11 @@ def test_what_does_not_exist(client: openai.OpenAI) -> None:
 def test_a_stream_that_is_closed(
     client: openai.OpenAI, abandoned: AbstractContextManager[None]
 ) -> None:
+    story = {"type": "string", "minLength": 1500}  # not over before its client has left
+    text: Any = {"format": {"type": "json_schema", "name": "story", "schema": story}}
     with abandoned:
         stream = client.responses.create(
-            model="demo", input="ROMEO:", stream=True, max_output_tokens=1900
+            model="demo", input="ROMEO:", stream=True, max_output_tokens=1900, text=text
         )
         next(event for event in stream if event.type == "response.output_text.delta")
         stream.close()
