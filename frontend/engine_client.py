@@ -69,7 +69,7 @@ class EngineClient:
         self._slots = Slots(rounds)
         self._ready = False
         self._draining = False
-        self._alive = Liveness(0.0, silence_s)
+        self._alive = Liveness(silence_s)
         self._task: asyncio.Task[None] | None = None
         self.channel: grpc.aio.Channel | None = None
         self.lost = asyncio.Event()
@@ -138,10 +138,6 @@ class EngineClient:
         pooling = self.num_pooling - self._pooling_at_report
         return self._slots.sent + pooling, self._slots.sent_tokens
 
-    def excuse(self, seconds: float) -> None:
-        """This process slept so long: it is not the engine that was silent."""
-        self._alive.excuse(seconds)
-
     def check_ready(self) -> None:
         """Raises Unavailable when new requests cannot be taken."""
         state = self.state
@@ -185,7 +181,7 @@ class EngineClient:
             stream.cancel()
 
     def _silence(self) -> str:
-        return self._alive.doubt(asyncio.get_running_loop().time())
+        return self._alive.doubt()
 
     async def _stay_connected(self) -> None:
         backoff = _FIRST_BACKOFF_S
@@ -245,7 +241,7 @@ class EngineClient:
         answer = await ask(pb.GetEngineInfoRequest(), timeout=_ANSWER_S)
         await self._on_connected(self, convert.to_facts(answer))
         session = rpc.EngineServiceStub(self.channel).Session()
-        writer: asyncio.Task[None] | None = None
+        talk: list[asyncio.Task[None]] = []
         try:
             await session.write(convert.hello_frame())
             async with asyncio.timeout(_ANSWER_S):
@@ -253,30 +249,29 @@ class EngineClient:
             if ack is grpc.aio.EOF or ack.WhichOneof("frame") != "hello_ack":
                 raise await ended(session)
             self.instance_id, self._draining = ack.hello_ack.instance_id, False
-            now, silence_s = asyncio.get_running_loop().time(), self._alive.silence_s
-            self._alive = Liveness(now, silence_s)
+            self._alive = Liveness(self._alive.silence_s)
             self._ready = True
             extra = {"engine": self.address, "instance_id": self.instance_id}
             _LOG.info("session with the engine is open", extra=extra)
             self._on_change(self, True)
-            writer = asyncio.create_task(self._write(session), name="engine-writer")
-            await self._read(session)
+            for way in (self._read, self._write):
+                talk.append(asyncio.create_task(way(session), name=f"engine {way.__name__}"))
+            await self._alive.watch(talk[0])
         finally:
             session.cancel()
-            if writer is not None:  # it has failed with the session; nobody else asks how
-                writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
+            for task in talk:  # the writer fails with the session; nobody else asks how
+                task.cancel()
+            await asyncio.gather(*talk, return_exceptions=True)
 
     async def _write(self, session: Any) -> None:
         while True:
             await session.write(await self._slots.outgoing())
 
     async def _read(self, session: Any) -> None:
-        clock, slots, alive = asyncio.get_running_loop().time, self._slots, self._alive
+        slots, alive = self._slots, self._alive
         while True:
-            async with asyncio.timeout(alive.silence_s):
-                frame = await session.read()
-            alive.heard(clock())
+            frame = await session.read()
+            alive.heard()
             if frame is grpc.aio.EOF:
                 raise await ended(session)
             kind = frame.WhichOneof("frame")

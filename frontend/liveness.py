@@ -6,8 +6,11 @@ silent although it has work.
 
 from __future__ import annotations
 
+import asyncio
+
 from tidemill.runtime.errors import InvalidRequest
 
+_TICK_S = 0.25
 SIGN_S = 0.3
 """A frontend sends something this often: only what was sent can stay unacknowledged."""
 UNANSWERED_MS = 1200
@@ -35,36 +38,48 @@ def checked_silence(silence_s: float) -> float:
 
 
 class Liveness:
-    """Of one session. Times are seconds of the event loop's clock."""
+    """Of one session."""
 
-    def __init__(self, now: float, silence_s: float) -> None:
+    def __init__(self, silence_s: float) -> None:
         """`silence_s` without a frame mean that the engine is gone."""
-        self._heard = now
+        self._silent_s = 0.0
         self.silence_s = silence_s
         self._core_silence_s = 0.0
         self._is_stalled = False
 
-    def heard(self, now: float) -> None:
+    async def watch(self, reading: asyncio.Task[None]) -> None:
+        """Ends as `reading` does, which tells what is heard; TimeoutError when nothing is."""
+        clock = asyncio.get_running_loop().time
+        looked = clock()
+        while not (await asyncio.wait({reading}, timeout=_TICK_S))[0]:
+            looked, before = clock(), looked
+            self.passed(looked - before)
+            if self._silent_s >= self.silence_s:
+                raise TimeoutError
+        await reading
+
+    def heard(self) -> None:
         """A frame has come."""
-        self._heard = now
+        self._silent_s = 0.0
+
+    def passed(self, seconds: float) -> None:
+        """Time since the last look. Of a long one only two ticks count: it was this process that
+        slept, and what came meanwhile has yet to be read."""
+        self._silent_s += min(seconds, 2 * _TICK_S)
 
     def reported(self, core_silence_s: float, *, is_stalled: bool) -> None:
         """A load report has come; the engine has an opinion of its own."""
         self._core_silence_s, self._is_stalled = core_silence_s, is_stalled
-
-    def excuse(self, seconds: float) -> None:
-        """It was this process that slept."""
-        self._heard += seconds
 
     @property
     def is_hopeless(self) -> bool:
         """Whether the core has been stuck for too long for its requests to wait on."""
         return self._core_silence_s > _GIVE_UP_S
 
-    def doubt(self, now: float) -> str:
+    def doubt(self) -> str:
         """Who says nothing although it should; '' when all is well."""
-        if now - self._heard > _DOUBT * self.silence_s:
-            return f"no sign of life for {now - self._heard:.1f} s"
+        if self._silent_s > _DOUBT * self.silence_s:
+            return f"no sign of life for {self._silent_s:.1f} s"
         if self._is_stalled or self._core_silence_s > _STUCK_S:
             return f"its core has said nothing for {self._core_silence_s:.1f} s"
         return ""

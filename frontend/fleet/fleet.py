@@ -27,8 +27,6 @@ from tidemill.security.client_tls import Dialing
 
 _LOG = logging.getLogger("tidemill.frontend.fleet")
 _TICK_S = 0.25
-_STALL_S = 1.0
-"""A tick that comes so late says that this process slept; engines are not blamed for it."""
 _RETRY_AFTER_MS = 1000
 
 Fetch = Callable[[Path], Awaitable[None]]
@@ -274,14 +272,9 @@ class Fleet:
 
     async def _tick(self) -> None:
         """Lets leaving engines go, and wakes who waits for an engine that is silent or ejected."""
-        clock = asyncio.get_running_loop().time
         while True:
-            before = clock()
             await asyncio.sleep(_TICK_S)
-            slept = clock() - before - _TICK_S
             for one in self.members:
-                if slept > _STALL_S:
-                    one.client.excuse(slept)
                 if one.is_leaving and one.is_idle:
                     self._let_go(one)
             self._tell()

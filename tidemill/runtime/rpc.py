@@ -62,7 +62,8 @@ def channel_options(max_message_bytes: int, *, unanswered_ms: int = 10_000) -> O
 
     What the other host has not acknowledged for `unanswered_ms` ends the connection (keepalive's
     timeout is TCP_USER_TIMEOUT too, on Linux): who sends often notices soon that the network is
-    cut. A process that stands still is not taken for that: its kernel acknowledges for it."""
+    cut. A process that stands still is not taken for that: its kernel acknowledges for it,
+    until what is sent to it meanwhile fills its buffers (some MB)."""
     return [
         *_common_options(max_message_bytes),
         ("grpc.keepalive_timeout_ms", unanswered_ms),
