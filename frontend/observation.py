@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from frontend.metrics import Metrics
 from frontend.request import Chat, Ingress, TextRequest
 from tidemill.runtime.errors import DeadlineExceeded, ServiceError
+from tidemill.runtime.rpc import is_late
 from tidemill.telemetry import semconv
 from tidemill.telemetry.context import exemplar
 from tidemill.telemetry.semconv import Attributes
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("tidemill.frontend.request")
 _MAX_USER_CHARS = 128
-_SLACK_S = 0.005
-"""A timer of gRPC may be this much ahead of our clock."""
 
 
 class Observation:
@@ -76,7 +75,7 @@ class Observation:
     def ended(self, generation: Generation, failure: BaseException | None) -> None:
         """The one log line, the counters, and the end of the CLIENT span."""
         now, deadline = self._clock(), self._ingress.deadline
-        if isinstance(failure, _GONE) and deadline is not None and now >= deadline - _SLACK_S:
+        if isinstance(failure, _GONE) and is_late(self._ingress.received, now, deadline):
             failure = DeadlineExceeded("its time was up")  # which gRPC says like this
         outcome = _outcome(generation, failure)
         self._count(generation, failure, now)

@@ -27,6 +27,7 @@ from engine_service.ranks.silence import CUT_S, Silence
 from tidemill.runtime.errors import EngineDead
 
 _LEFT_S = 4.0
+_UNREAD_S = 0.5
 
 
 class Told(NamedTuple):
@@ -48,10 +49,11 @@ class Near:
         self._silence, self._looked = Silence(), time.monotonic()
         self._is_ending = False
         self._ending = threading.Lock()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
 
     def run(self) -> NoReturn:
         """Ends this process."""
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener.start()
         threading.Thread(target=self._pass_messages, daemon=True).start()
         sent = 0
         try:
@@ -131,6 +133,8 @@ class Near:
     def _lose(self, why: str) -> NoReturn:
         if self._is_ending:
             os._exit(0)
+        if self._listener.is_alive() and threading.current_thread() is not self._listener:
+            self._listener.join(_UNREAD_S)  # how the rank has ended may still lie unread
         self._say(
             f"the connection to its host broke ({why}): its processes there have ended, or the "
             "network is cut"

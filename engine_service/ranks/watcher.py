@@ -27,7 +27,7 @@ LEAVING_S = 4.0
 """For followers to leave by themselves; the engine server gives rank 0 a second more. Who is killed
 first makes the rank on another host take a clean end for a lost host."""
 
-_SETTLING_S = 0.5
+_SETTLING_S = 1.5
 """What one rank's end does to the others may be seen before that end itself is."""
 _LOOKS = 5
 _EXPLAINED_S = 3.0

@@ -16,8 +16,13 @@ from engine_service.server.desk import Desk
 from engine_service.server.outlet import Failure, Outlet, StepRows
 from engine_service.server.request_trace import SPAN
 from tidemill.runtime.errors import ServiceError
+from tidemill.runtime.rpc import is_late
 
-CLOCK_SLACK_NS = 5_000_000  # a client's own deadline timer may fire this much before ours
+
+def is_late_ns(began_ns: int, deadline_ns: int | None) -> bool:
+    """is_late, now, by the monotonic clock."""
+    deadline_s = None if deadline_ns is None else deadline_ns / 1e9
+    return is_late(began_ns / 1e9, time.monotonic(), deadline_s)
 
 
 class Generation:
@@ -28,6 +33,7 @@ class Generation:
         self._stream = stream
         self._outlet = Outlet()
         self._keys: dict[int, int] = {}
+        self._began_ns = 0
         self._deadline_ns: int | None = None
 
     async def run(self, request: Any) -> None:
@@ -67,14 +73,13 @@ class Generation:
             self._desk.core.abort(abort)
 
     def _start(self, submits: list[Submit], trace: tuple[str, str]) -> None:
-        self._deadline_ns = submits[0].deadline_ns
+        self._began_ns, self._deadline_ns = time.monotonic_ns(), submits[0].deadline_ns
         for index, submit in enumerate(submits):
             self._keys[index] = self._desk.submit(submit, self, index, trace)
 
     def _release_all(self) -> None:
         """gRPC cancels the call when its deadline passes: that is a DEADLINE, not an abort."""
-        late = self._deadline_ns is not None
-        late = late and time.monotonic_ns() >= (self._deadline_ns or 0) - CLOCK_SLACK_NS
+        late = is_late_ns(self._began_ns, self._deadline_ns)
         reason = FinishReason.DEADLINE if late else FinishReason.ABORTED
         for key in self._keys.values():
             self._desk.core.release(key, reason)

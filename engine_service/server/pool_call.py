@@ -12,7 +12,7 @@ from typing import Any
 from engine_service.core.messages import Finish, FinishReason, Submit
 from engine_service.server.convert_pool import to_pool_response, to_pool_submit
 from engine_service.server.desk import Desk
-from engine_service.server.generation import CLOCK_SLACK_NS
+from engine_service.server.generation import is_late_ns
 from engine_service.server.outlet import StepRows
 from engine_service.server.request_trace import POOL_SPAN
 from tidemill.runtime.errors import ServiceError
@@ -37,13 +37,13 @@ class PoolCall:
 
     async def finish(self, submit: Submit, trace: tuple[str, str]) -> Finish:
         """What ended the prompt; raises the ServiceError that is the call's status."""
+        began_ns = time.monotonic_ns()
         key = self._desk.submit(submit, self, 0, trace)
         try:
             outcome = await self._ended
         finally:
             # gRPC cancels the call when its deadline passes: that is a DEADLINE, not an abort.
-            deadline = submit.deadline_ns
-            late = deadline is not None and time.monotonic_ns() >= deadline - CLOCK_SLACK_NS
+            late = is_late_ns(began_ns, submit.deadline_ns)
             reason = FinishReason.DEADLINE if late else FinishReason.ABORTED
             self._desk.core.release(key, reason)
         if isinstance(outcome, ServiceError):

@@ -210,12 +210,15 @@ class Fetches:
 
     @contextmanager
     def _reaching(self, address: str) -> Iterator[None]:
-        """Around what waits for a connection. In vain, too, where nobody could wait any longer."""
+        """Around what waits for a connection: in vain, too, when it took all the time there is.
+        That a client has left says nothing of an engine."""
         began = time.monotonic()
         try:
             yield
-        except BaseException:
-            now = time.monotonic()
+        except (grpc.RpcError, asyncio.CancelledError) as failure:
+            now, most_s = time.monotonic(), self._config.kv_transfer_timeout_s
+            if isinstance(failure, asyncio.CancelledError) and now - began < 0.9 * most_s:
+                raise
             self._resting = {one: until for one, until in self._resting.items() if until > now}
             self._resting[address] = now + min(_APART_S, _REST * (now - began))
             raise

@@ -20,7 +20,7 @@ from frontend.api.grpc_around import around
 from frontend.desk import FrontDesk
 from frontend.gate import Gate
 from tidemill.runtime.errors import InvalidRequest, ServiceError
-from tidemill.runtime.rpc import abort
+from tidemill.runtime.rpc import abort, is_late
 from tidemill.security.addresses import peer_address
 from tidemill.telemetry import semconv
 from tidemill.telemetry.context import TraceContext
@@ -32,8 +32,6 @@ _OIP = "/inference.GRPCInferenceService/"
 PROBES = frozenset({f"{_OIP}ServerLive", f"{_OIP}ServerReady"})
 """Yes or no, without a key."""
 _MAX_ID_CHARS = 128
-_SLACK_S = 0.005
-"""gRPC's timer may be this much ahead of our clock."""
 _LOG = logging.getLogger("tidemill.frontend.grpc")
 
 
@@ -88,7 +86,7 @@ class IngressInterceptor(grpc.aio.ServerInterceptor):
             failure = caught
             raise
         finally:
-            self._ended(call, _status(context, failure), is_probe=path in PROBES)
+            self._ended(call, _status(call, context, failure), is_probe=path in PROBES)
 
     def _arrive(self, path: str, context: Any) -> Arrival:
         metadata: dict[str, str] = {}
@@ -148,24 +146,25 @@ def end_span(span: Span, method: str, status: str, error: str | None) -> None:
     span.end(attributes=attributes, error=error)
 
 
-def status_of(failure: BaseException | None, left_s: float | None) -> str:
-    """How a call ends that ends with `failure`, `left_s` seconds ahead of its deadline: gRPC
-    cancels a call whose time is up as it cancels one whose client has left."""
+def status_of(failure: BaseException | None, *, late: bool) -> str:
+    """How a call ends that ends with `failure`: gRPC cancels a call whose time is up (`late`) as it
+    cancels one whose client has left."""
     if isinstance(failure, ServiceError):
         return semconv.status_name(failure.grpc_code)
     if isinstance(failure, asyncio.CancelledError | GeneratorExit | grpc.aio.BaseError):
-        is_late = left_s is not None and left_s <= _SLACK_S
-        return "DEADLINE_EXCEEDED" if is_late else "CANCELLED"
+        return "DEADLINE_EXCEEDED" if late else "CANCELLED"
     return "OK" if failure is None else "INTERNAL"
 
 
-def _status(context: Any, failure: BaseException | None) -> str:
+def _status(call: Arrival, context: Any, failure: BaseException | None) -> str:
     """Of a call whose error, if any, is a status already. A call that was over before its status
     could be sent ends with another error of gRPC's than AbortError, and keeps the status."""
     code = context.code()  # None: nobody has set one
     if isinstance(failure, grpc.aio.BaseError) and code:
         return code.name if isinstance(code, grpc.StatusCode) else semconv.status_name(code)
-    return status_of(failure, context.time_remaining())
+    now, left_s = asyncio.get_running_loop().time(), context.time_remaining()
+    deadline = None if left_s is None else now + left_s
+    return status_of(failure, late=is_late(call.received, now, deadline))
 
 
 async def _check_id(call: Arrival, context: Any) -> None:

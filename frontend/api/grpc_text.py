@@ -24,6 +24,7 @@ from frontend.gate import Gate
 from frontend.generation import Generation
 from frontend.request import Ingress, TextRequest
 from frontend.validation import check_streamed
+from tidemill.runtime.rpc import is_late
 from tidemill.v1 import text_pb2 as pb
 
 _MAX_SESSION_CHARS = 256
@@ -154,7 +155,7 @@ class TextServicer(PoolMethods):
             raise
         finally:
             now = asyncio.get_running_loop().time()
-            status = status_of(failure, None if deadline is None else deadline - now)
+            status = status_of(failure, late=is_late(received, now, deadline))
             error = None if failure is None else str(failure) or type(failure).__name__
             end_span(span, call.method, status, error)
             self._desk.metrics.rpc_duration.labels(call.method, status).observe(now - received)

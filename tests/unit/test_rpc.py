@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import grpc
 import pytest
@@ -168,3 +169,26 @@ async def test_a_taken_port_names_port_and_flag() -> None:
             bind(server, "127.0.0.1", port, flag="--some-port")
         assert caught.value.reason == "PORT_IN_USE"
         await server.stop(None)
+
+
+async def test_a_deadline_that_grpc_rounds_up_has_passed_when_the_client_says_so() -> None:
+    """Of 12.345 s a server hears 12.4; the client cancels at 12.345."""
+    heard: list[float] = []
+
+    async def told(request: bytes, context: Any) -> bytes:
+        heard.append(context.time_remaining())
+        return request
+
+    server = grpc.aio.server()
+    handler = grpc.unary_unary_rpc_method_handler(told)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s", {"m": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for asked_s in (0.3, 1.2301, 12.301, 123.01, 1230.1):
+            await channel.unary_unary("/s/m")(b"", timeout=asked_s)
+            assert rpc.is_late(0.0, asked_s, heard[-1]), asked_s
+    await server.stop(None)
+    assert heard[-1] > 1232, "control: it is rounded"
+    assert not rpc.is_late(0.0, 1230.1 * 0.97, heard[-1])
+    assert not rpc.is_late(0.0, 1e9, None)

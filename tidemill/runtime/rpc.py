@@ -131,6 +131,13 @@ def to_error(failure: grpc.RpcError) -> ServiceError:
     return error
 
 
+def is_late(began: float, now: float, deadline: float | None) -> bool:
+    """Whether a call that gRPC has cancelled had its time, as far as its server can tell (seconds
+    of one clock): a client's own deadline is earlier, as `grpc-timeout` is rounded up by as much as
+    a hundredth, and timers wake late."""
+    return deadline is not None and deadline - now <= 0.01 * (1 + deadline - began)
+
+
 async def ended(stream: Any) -> ServiceError:
     """What ended a stream that was read to its end; an orderly end is Unavailable too."""
     code, text = await stream.code(), await stream.details()
