@@ -7,14 +7,18 @@ kernels, interpreted, where spans are ragged.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
+from engine_service.attention.base import AttentionBackend
 from engine_service.kernels.jit import HAS_TRITON, INTERPRETED
 from engine_service.sampling.batch import DecideResult
 from engine_service.staging import stage
@@ -40,6 +44,8 @@ interpreted = pytest.mark.skipif(
 )
 BLOCK, MASK = 4, 319
 ROWS = 3
+FIXED = 1
+"""What controls draw by: what is wrong can give the right tokens for one seed in many."""
 Spoil = Callable[[StepLayout, StepLayout], StepLayout]
 """(padded, real) to a step that is padded wrongly."""
 
@@ -69,6 +75,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
+@contextmanager
+def nan_behind(backend: AttentionBackend, num_tokens: int) -> Iterator[None]:
+    """Attention leaves nobody's rows as they lay in memory, which differs between runs: NaN here,
+    which whoever reads them cannot miss."""
+    attend = backend.attend
+
+    def attended(q_THD: torch.Tensor, **rest: Any) -> torch.Tensor:
+        out = attend(q_THD, **rest)
+        out[num_tokens:] = torch.nan
+        return out
+
+    with patch.object(backend, "attend", attended):
+        yield
+
+
 class PaddedSteps:
     """Stands where the runner has its CUDA graphs: pads like them and computes at once."""
 
@@ -92,7 +113,9 @@ class PaddedSteps:
         staged = stage(columns_of(padded), program.tables.device)
         batch = bind_batch(padded, staged, program.tables)
         (bound,) = batch.decides
-        return program.decide(bound, program.logits(bound, program.forward(batch)))
+        with nan_behind(program.backend, len(layout.places)):
+            hidden = program.forward(batch)
+        return program.decide(bound, program.logits(bound, hidden))
 
     def has_room(self, layout: StepLayout) -> bool:
         buckets = self._buckets
@@ -112,7 +135,8 @@ class PaddedSteps:
         captured = columns_of(padding_canvases(bucket, program.tables))
         assert [(x.shape, x.dtype) for x in columns] == [(x.shape, x.dtype) for x in captured]
         batch = bind_batch(padded, stage(columns, program.tables.device), program.tables)
-        return program.forward(batch)[: len(layout.places)]
+        with nan_behind(program.backend, len(layout.places)):
+            return program.forward(batch)[: len(layout.places)]
 
 
 def make_llm(folder: Path, backend: str) -> LLM:
@@ -188,13 +212,13 @@ def test_triton_gives_the_tokens_of_sdpa(folders: dict[str, Path], name: str, se
 
 
 @interpreted
-def test_control_another_scale_gives_other_tokens(folders: dict[str, Path], seed: int) -> None:
-    want = tokens(make_llm(folders["causal"], "sdpa"), seed, count=4, kinds=MIXED)
+def test_control_another_scale_gives_other_tokens(folders: dict[str, Path]) -> None:
+    want = tokens(make_llm(folders["causal"], "sdpa"), FIXED, count=4, kinds=MIXED)
     llm = make_llm(folders["causal"], "triton")
     backend = llm.engine.executor._runner._program.backend
     attend = backend.attend
     backend.attend = lambda q, *, scale, **rest: attend(q, scale=2 * scale, **rest)
-    assert tokens(llm, seed, count=4, kinds=MIXED) != want
+    assert tokens(llm, FIXED, count=4, kinds=MIXED) != want
 
 
 def into_a_real_page(padded: StepLayout, real: StepLayout) -> StepLayout:
@@ -219,10 +243,10 @@ def into_a_real_row(padded: StepLayout, real: StepLayout) -> StepLayout:
 
 @pytest.mark.parametrize("spoil", [into_a_real_page, into_a_real_row])
 def test_control_padding_that_touches_a_real_row_shows(
-    folders: dict[str, Path], spoil: Spoil, seed: int
+    folders: dict[str, Path], spoil: Spoil
 ) -> None:
-    want = tokens(make_llm(folders["causal"], "sdpa"), seed, count=20, kinds=GREEDY)
+    want = tokens(make_llm(folders["causal"], "sdpa"), FIXED, count=20, kinds=GREEDY)
     llm = make_llm(folders["causal"], "sdpa")
     steps = pad_steps(llm, block=1, spoil=spoil)
     steps._buckets = [Bucket(8, 8, 1, 8)]
-    assert tokens(llm, seed, count=20, kinds=GREEDY) != want
+    assert tokens(llm, FIXED, count=20, kinds=GREEDY) != want

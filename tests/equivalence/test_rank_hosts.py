@@ -16,7 +16,7 @@ from engine_service.config import EngineConfig
 from tests.equivalence.mixed_requests import SIZES
 from tests.equivalence.test_rank_group import ROOT, TIMEOUT_S, answers
 from tests.service.distant_ranks import TOKEN, start_far
-from tests.waiting import free_port
+from tests.waiting import PATIENCE_S, free_port
 
 FORGETFUL = "tests.equivalence.missed_plan"
 
@@ -83,7 +83,7 @@ def answers_of_hosts(
     ]
     try:
         found = told(model, num_ranks, flags, envs[0], num_stages)
-        assert [node.wait(10) for node in nodes] == [0] * len(nodes)
+        assert [node.wait(PATIENCE_S) for node in nodes] == [0] * len(nodes)
     finally:
         for node in nodes:
             node.kill()
@@ -103,7 +103,7 @@ def test_hosts_answer_as_one_rank(tmp_path: Path) -> None:
     config = EngineConfig(model="demo", tensor_parallel_size=2, **flags)
     with start_far(config, 1, module=FORGETFUL) as far:
         assert told("demo", 2, flags, {}) != alone
-        assert far.wait(10) == 0
+        assert far.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.slow

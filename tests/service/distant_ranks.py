@@ -101,7 +101,15 @@ def _await_ends(fars: list[subprocess.Popen[bytes]]) -> None:
             one.wait(5.0)
 
 
+def said_of(path: Path) -> bytes:
+    """By /proc; nothing of a process or thread that has ended since it was listed."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
 def follower_of(far_pid: int) -> int:
     tasks = Path(f"/proc/{far_pid}/task").glob("*/children")
-    (found,) = {int(child) for task in tasks for child in task.read_text().split()}
+    (found,) = {int(child) for task in tasks for child in said_of(task).split()}
     return found
