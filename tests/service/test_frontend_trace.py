@@ -11,6 +11,7 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_rpc
 
+from tests.otlp import in_their_time
 from tests.service.frontends import stack
 from tests.waiting import until
 from tidemill.client import AsyncClient
@@ -43,7 +44,8 @@ async def collector() -> AsyncIterator[tuple[Collector, str]]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        yield keeper, f"http://127.0.0.1:{port}"
+        with in_their_time():
+            yield keeper, f"http://127.0.0.1:{port}"
     finally:
         await server.stop(0)
 
