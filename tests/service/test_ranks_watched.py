@@ -68,6 +68,7 @@ def test_a_killed_follower_ends_the_group_and_is_named(rank: int) -> None:
         said = await_loss(watcher)
         assert f"rank {rank} (pid {pids[rank - 1]}) was killed by SIGKILL" in said
         assert "the group of 4 ranks" in said
+        eventually(lambda: lost, "nobody was told")  # behind the one that waits
         assert [error.message for error in lost] == [said]
     assert all(map(is_gone, pids))
 
@@ -84,6 +85,7 @@ def test_a_stopped_follower_ends_the_group_and_is_named(rank: int) -> None:
             while time.monotonic() - began < 2 * BOUND_S:
                 watcher.plans.send(bytes(1 << 20))
         assert 2.0 < time.monotonic() - began < BOUND_S
+        eventually(lambda: lost, "nobody was told")
         assert len(lost) == 1
     assert all(map(is_gone, pids))
 
