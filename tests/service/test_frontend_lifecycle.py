@@ -227,8 +227,11 @@ async def test_draining_lets_running_requests_finish(tmp_path: Path) -> None:
         await asyncio.wait_for(drained, PATIENCE_S)
 
 
-async def test_what_outlives_a_drain_hears_so_behind_its_output(tmp_path: Path) -> None:
+async def test_what_outlives_a_drain_hears_so_behind_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over both faces, with and without a token: UNAVAILABLE, and where to go."""
+    monkeypatch.setattr("frontend.app._CLOSING_S", PATIENCE_S)  # what takes longer is cut off
     async with stack(tmp_path, engine={"hold_after": 3}, drain_timeout_s=0.2) as served:
         body = {"prompt": "ab", "max_tokens": 60}
         async with served.http() as http, AsyncClient(served.grpc_address) as text:

@@ -40,7 +40,13 @@ async def test_a_template_that_loops_for_ever_is_a_typed_error_and_neighbours_go
             hanging = asyncio.create_task(ask("hang"))
             call = stub.Chat(pb.ChatRequest(messages=[message]))
             workers = frontend.desk._templates._workers
-            await until(lambda: workers[0].is_stuck)
+            # Both: one that comes later would be put before a neighbour, who then waits for it.
+            await until(
+                lambda: (
+                    sum(len(one.jobs) for one in workers) == 2
+                    and all(one.is_stuck for one in workers if one.jobs)
+                )
+            )
             served = 0
             while not hanging.done():
                 status, text = await ask("ab")

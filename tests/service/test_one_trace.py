@@ -25,7 +25,7 @@ PARENT = "00f067aa0ba902b7"
 FRONTEND, ENGINE = "tidemill-frontend", "tidemill-engine"
 SMALL = {
     "executor": "simulated",
-    "simulated_step_ms": 2.0,
+    "simulated_step_ms": 10.0,
     "num_pages": 16,
     "page_size": 16,
     "trace_level": 2,
@@ -48,9 +48,9 @@ class Pair:
         return await self.http.post("/v1/completions", headers=headers, json=body)
 
     async def leave_early(self, trace: int) -> None:
-        """Reads the first event of a stream and goes away."""
+        """Reads the first event of a stream and goes away, seconds before its end."""
         headers = {"traceparent": f"00-{trace:032x}-{PARENT}-01"}
-        body = {"prompt": "a", "max_tokens": 150, "stream": True}
+        body = {"prompt": "a", "max_tokens": 240, "stream": True}
         asked = self.http.build_request("POST", "/v1/completions", headers=headers, json=body)
         answer = await self.http.send(asked, stream=True)
         async for _ in answer.aiter_lines():

@@ -195,12 +195,11 @@ async def test_an_engine_out_of_reach_is_left_alone_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its prompts do not wait for a connection each time; those of others are fetched as ever."""
-    patience = ("grpc.min_reconnect_backoff_ms", 400)
-    monkeypatch.setattr(transfer_in, "channel_options", lambda _: [patience])
-    monkeypatch.setattr(transfer_in, "_REST", 1e6)  # a minute, however busy this machine is
+    monkeypatch.setattr(transfer_in, "_REST", 1e6)  # a minute, however soon it is refused
     async with target("grpc") as made:
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            made.addresses.append(f"127.0.0.1:{silent.getsockname()[1]}")
+        with socket.socket() as closed:  # bound, so that nobody else listens there
+            closed.bind(("127.0.0.1", 0))
+            made.addresses.append(f"127.0.0.1:{closed.getsockname()[1]}")
             await made.fetch(2)
             await made.fetch(0)
             assert len(made.asks.imports) == 1
