@@ -23,7 +23,7 @@ from tests.waiting import eventually, free_port
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 START_S = 240.0
 BOUND_S = 5.0
