@@ -34,16 +34,22 @@ def eventually(condition: Callable[[], object], what: str, seconds: float = PATI
         time.sleep(0.02)
 
 
-def free_port() -> int:
-    """A port to be bound later. One that the system chose could be given away again by then."""
+def free_port(neighbours: int = 1) -> int:
+    """A port to be bound later, the first of so many in a row that are all free. One that the
+    system chose could be given away again by then."""
     while True:
         port = random.SystemRandom().choice(FREE_PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
+        if all(map(_is_free, range(port, port + neighbours))):
+            return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def http_client(url: str, **options: object) -> httpx.AsyncClient:

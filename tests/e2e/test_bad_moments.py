@@ -170,12 +170,12 @@ async def test_the_engine_is_away_comes_dies_and_comes_back(tmp_path: Path, vict
 
 def until_ready(stack: Stack, served: Service) -> None:
     """The frontend takes requests soon after the engine does: it waits for a part of the time that
-    a start takes, however long the engine was away."""
+    a start takes, however long the engine was away; and for its turn on a busy machine."""
     began = time.monotonic()
     eventually(lambda: '"ready:' in served.log, "the engine is not ready", START_S)
     ready = time.monotonic()
     stack.wait_ready()
-    assert time.monotonic() - ready < 1.0 + 0.5 * (ready - began)
+    assert time.monotonic() - ready < 3.0 + 0.5 * (ready - began)
     levels = [json.loads(line) for line in served.log.splitlines() if line.startswith("{")]
     stages = [line["message"] for line in levels if "loading" in line["message"]]
     assert len(stages) == len({stage.partition(" ")[2].rstrip("0123456789/ ") for stage in stages})

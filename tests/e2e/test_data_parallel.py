@@ -111,7 +111,7 @@ def of_one_engine() -> dict[tuple[str, int], list[int]]:
 
 
 async def test_two_engines_share_the_load_and_say_what_one_says(tmp_path: Path) -> None:
-    ports = ("--http-port=0", "--grpc-port=0", f"--engine-port={free_port()}")
+    ports = ("--http-port=0", "--grpc-port=0", f"--engine-port={free_port(neighbours=2)}")
     with serve(tmp_path, "demo", "--device=cpu", "--dtype=float32", TWO, *ports) as served:
         wait_all_up(served)
         first, second = engines_of(served)
@@ -151,8 +151,8 @@ def pair(tmp_path: Path) -> Iterator[Served]:
 
 
 async def blown(served: Served, victim: str | None, length: int) -> list[Stream]:
-    """Eight streams over four rows; when the first ones have begun, the engine `victim` is killed.
-    All their tokens are right."""
+    """Eight streams over four rows; when the first ones have begun, the engine `victim` is killed:
+    `length` is such that they have not ended by then. All their tokens are right."""
     address = re.search(r"gRPC +\S+:(\d+)", served.out)
     assert address is not None
     asked = prompts(8)
@@ -160,8 +160,8 @@ async def blown(served: Served, victim: str | None, length: int) -> list[Stream]
         whole = await undisturbed(client, asked, length)
         streams = [Stream(prompt, length) for prompt in asked]
         tasks = [asyncio.create_task(client.run(one)) for one in streams]
-        await until(lambda: sum(len(one.tokens) >= 3 for one in streams) == 4)
         if victim is not None:
+            await until(lambda: sum(len(one.tokens) >= 3 for one in streams) >= 4)
             os.kill(servers_of(served)[victim], signal.SIGKILL)
         at = time.monotonic()
         await asyncio.gather(*tasks)
@@ -175,7 +175,7 @@ async def blown(served: Served, victim: str | None, length: int) -> list[Stream]
 async def test_one_of_two_is_killed_under_load_and_comes_back(pair: Served) -> None:
     victim, other = engines_of(pair)
     before = servers_of(pair)
-    streams = await blown(pair, victim, 60)
+    streams = await blown(pair, victim, 250)
     cut = [one for one in streams if one.code is not OK]
     assert [one.code for one in cut] == [GONE] * 2, "the streams that had begun there, and no other"
     assert all(one.tokens for one in cut), "one without a token was not moved"
@@ -194,28 +194,28 @@ async def test_one_of_two_is_killed_under_load_and_comes_back(pair: Served) -> N
     assert all(has[one] > had[one] for one in (victim, other))
 
     children = tree_of(pair)
-    streams, seconds = await asked_to_end(pair, 1)
-    assert [one.code for one in streams] == [OK] * 4, "both drain"
-    assert seconds >= 1.0
+    streams, had = await asked_to_end(pair, 1)
+    assert had < 50, "control: there is something left to drain"
+    assert [(one.code, len(one.tokens)) for one in streams] == [(OK, 100)] * 4, "both drain"
     assert_gone(children)
 
 
-async def asked_to_end(served: Served, times: int) -> tuple[list[Stream], float]:
+async def asked_to_end(served: Served, times: int) -> tuple[list[Stream], int]:
     """Four streams of 100 steps that have all begun, on both engines, when the command gets so many
-    SIGINTs; and the seconds until it had ended, with status 0."""
+    SIGINTs, and how far the last of them was by then. The command ends with status 0."""
     address = re.search(r"gRPC +\S+:(\d+)", served.out)
     assert address is not None
     streams = [Stream(prompt, 100) for prompt in prompts(4)]
     async with Client(int(address[1])) as client:
         tasks = [asyncio.create_task(client.run(one)) for one in streams]
         await until(lambda: all(one.tokens for one in streams))
-        at = time.monotonic()
+        had = min(len(one.tokens) for one in streams)
         for _ in range(times):
             served.process.send_signal(signal.SIGINT)
             await asyncio.sleep(0.1)
         await asyncio.gather(*tasks)
     assert await asyncio.to_thread(served.wait_end) == 0, served.err
-    return streams, time.monotonic() - at
+    return streams, had
 
 
 @pytest.mark.slow

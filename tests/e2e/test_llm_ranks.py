@@ -11,6 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
+WITHIN_S = 30.0
+"""Until a loss is told on a machine that is busy with other tests; nobody would hear of it at all
+without the watcher."""
+PROMISED_S = 5.5
+"""On one that is not."""
+PROMISE = [pytest.mark.slow, pytest.mark.alone]
 TENSOR, STAGES = "tensor_parallel_size", "pipeline_parallel_size"
 SCRIPT = """
 import gc, os, signal, sys, threading, time
@@ -18,13 +24,19 @@ from pathlib import Path
 from tidemill import LLM, SamplingParams
 from tidemill.runtime.errors import EngineDead
 
+def text_of(path):
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""  # a thread or a process that has ended since it was listed
+
 def children():
     tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
+    return [int(child) for task in tasks for child in text_of(task).split()]
 
 def running():
-    stats = {pid: Path(f"/proc/{pid}/stat").read_text().split() for pid in children()}
-    return [pid for pid, fields in stats.items() if fields[2] != "Z"]
+    stats = {pid: text_of(Path(f"/proc/{pid}/stat")).split() for pid in children()}
+    return [pid for pid, fields in stats.items() if fields and fields[2] != "Z"]
 
 def generate(llm, max_tokens=1900):
     return llm.generate("The king", SamplingParams(max_tokens=max_tokens, ignore_eos=True), False)
@@ -40,7 +52,7 @@ try:
     generate(llm)
 except EngineDead as error:
     print(type(error).__name__, error)
-    assert time.monotonic() - began < 5.5, time.monotonic() - began
+    assert time.monotonic() - began < WITHIN_S, time.monotonic() - began
 try:
     generate(llm)
 except EngineDead as error:
@@ -63,7 +75,7 @@ try:
     generate(llm)
 except EngineDead as error:
     print(error)
-deadline = time.monotonic() + 5
+deadline = time.monotonic() + 60
 while running():
     assert time.monotonic() < deadline
     time.sleep(0.02)
@@ -83,7 +95,7 @@ except KeyboardInterrupt:
     print("interrupted")
 began = time.monotonic()
 llm.close()
-assert time.monotonic() - began < 5.5, time.monotonic() - began
+assert time.monotonic() - began < WITHIN_S, time.monotonic() - began
 assert not children(), children()
 import torch.distributed
 print(torch.distributed.is_initialized())
@@ -100,9 +112,12 @@ print(*children())
 """
 
 
-def run(script: str, device: str = "cpu", size: str = TENSOR) -> list[str]:
+def run(
+    script: str, device: str = "cpu", size: str = TENSOR, within_s: float = WITHIN_S
+) -> list[str]:
     """What a program prints that begins with an LLM of two ranks."""
     program = (SCRIPT + script).replace('"cpu"', repr(device)).replace(TENSOR, size)
+    program = program.replace("WITHIN_S", str(within_s))
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
@@ -119,8 +134,11 @@ def run(script: str, device: str = "cpu", size: str = TENSOR) -> list[str]:
 @pytest.mark.parametrize(
     ("sent", "told"), [("SIGKILL", "was killed by SIGKILL"), ("SIGSTOP", "has shown no life for")]
 )
-def test_a_lost_rank_is_an_error_and_the_program_goes_on(sent: str, told: str) -> None:
-    first, second, last = run(LOST.format(sent=sent))
+@pytest.mark.parametrize("within_s", [WITHIN_S, pytest.param(PROMISED_S, marks=PROMISE)])
+def test_a_lost_rank_is_an_error_and_the_program_goes_on(
+    sent: str, told: str, within_s: float
+) -> None:
+    first, second, last = run(LOST.format(sent=sent), within_s=within_s)
     assert first.startswith("EngineDead rank 1 (pid ")
     assert told in first
     assert told in second
@@ -133,8 +151,9 @@ def test_an_interrupted_step_ends_the_ranks_which_would_differ() -> None:
     assert told == "rank 0 failed: KeyboardInterrupt: "
 
 
-def test_an_interrupted_step_leaves_nothing_of_a_stage_that_hears_no_more() -> None:
-    assert run(LEFT_BEHIND, size=STAGES) == ["interrupted", "False"]
+@pytest.mark.parametrize("within_s", [WITHIN_S, pytest.param(PROMISED_S, marks=PROMISE)])
+def test_an_interrupted_step_leaves_nothing_of_a_stage_that_hears_no_more(within_s: float) -> None:
+    assert run(LEFT_BEHIND, size=STAGES, within_s=within_s) == ["interrupted", "False"]
 
 
 def test_an_llm_that_is_forgotten_leaves_nothing_and_another_may_follow() -> None:

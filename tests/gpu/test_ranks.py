@@ -14,7 +14,7 @@ import torch
 
 from engine_service.sampling.batch import DecideResult
 from engine_service.worker.outcome import Outcome, write_tokens
-from tests.e2e.test_llm_ranks import LEFT_BEHIND, LOST, STAGES, TENSOR
+from tests.e2e.test_llm_ranks import LEFT_BEHIND, LOST, PROMISED_S, STAGES, TENSOR
 from tests.e2e.test_llm_ranks import run as run_program
 from tests.equivalence.test_expert_parallel import check_split
 from tests.equivalence.test_pipeline_parallel import check_scored, differing, wrong_answers
@@ -93,7 +93,7 @@ async def test_a_lost_rank_ends_the_engine_and_frees_its_memory(
 @pytest.mark.parametrize("sent", ["SIGKILL", "SIGSTOP"])
 def test_a_program_goes_on_without_its_ranks(sent: str, size: str) -> None:
     """What its own device waits for is given up, in every group of the library's."""
-    first, second, last = run_program(LOST.format(sent=sent), "cuda", size)
+    first, second, last = run_program(LOST.format(sent=sent), "cuda", size, PROMISED_S)
     assert first.startswith("EngineDead rank 1 (pid ")
     assert last == "the program goes on"
     assert second.startswith("again")
@@ -102,7 +102,8 @@ def test_a_program_goes_on_without_its_ranks(sent: str, size: str) -> None:
 @pytest.mark.parametrize("size", [TENSOR, STAGES])
 def test_a_program_leaves_a_rank_that_hears_no_more(size: str) -> None:
     """Its own device waits within a step for what is not computed any more."""
-    assert run_program(LEFT_BEHIND, "cuda", size) == ["interrupted", "False"]
+    left = run_program(LEFT_BEHIND, "cuda", size, PROMISED_S)
+    assert left == ["interrupted", "False"]
 
 
 def test_what_another_stage_decided_is_written_without_waiting() -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,11 @@ FAULTY = "tests.service.faulty_ranks"
 
 def children(pid: int) -> list[int]:
     """Of any of its threads, oldest first."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return sorted(int(child) for task in tasks for child in task.read_text().split())
+    found = list[int]()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            found += map(int, task.read_text().split())
+    return sorted(found)
 
 
 def is_gone(pid: int) -> bool:

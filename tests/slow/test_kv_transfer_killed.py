@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.real_stack import HOST, START_S, engine, is_gone
 from tests.service.engine_fixtures import rest
 from tests.service.test_kv_transfer import answer, asking
-from tests.waiting import free_port, until
+from tests.waiting import PATIENCE_S, free_port, until
 from tidemill.runtime.rpc import channel_options
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc as rpc
@@ -48,6 +48,7 @@ def memory_files(pid: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("dies", ["prefill", "decode"])
 async def test_killed_in_a_transfer(tmp_path: Path, dies: str) -> None:
     ports = free_port(), free_port()
@@ -104,6 +105,6 @@ async def up(info: Any) -> None:
 
 async def until_waiting(info: Any) -> None:
     """Until a request is held back for its transfer."""
-    async with asyncio.timeout(ENDS_S):
+    async with asyncio.timeout(PATIENCE_S):
         while (await load_of(info))[1] != 1:  # noqa: ASYNC110 (in another process)
             await asyncio.sleep(0.02)

@@ -18,7 +18,7 @@ from tests.slow.test_torchrun import BOUND_S, below, ready_stub, tokens
 from tests.waiting import eventually, free_port
 from tidemill.v1 import engine_pb2 as pb
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 pytest.importorskip("ray")
 
 ENGINE = ("demo", "--device=cpu", "--max-rows=4", "--seed=3")

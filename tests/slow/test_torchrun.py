@@ -17,12 +17,13 @@ import pytest
 
 from tests.service.distant_ranks import TOKEN
 from tests.service.engine_fixtures import spec, unpack
+from tests.service.test_engine_ranks import children
 from tests.service.test_ranks_watched import ROOT, is_gone
 from tests.waiting import eventually, free_port
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 START_S = 240.0
 BOUND_S = 5.0
@@ -64,8 +65,7 @@ def tokens(stub: engine_pb2_grpc.EngineServiceStub) -> list[int]:
 
 def below(pid: int) -> list[int]:
     """All processes that a process has started, and that these have."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    own = [int(child) for task in tasks for child in task.read_text().split()]
+    own = children(pid)
     return own + [pid for child in own for pid in below(child)]
 
 

