@@ -230,7 +230,7 @@ async def test_a_full_queue_goes_elsewhere_once_and_full_ones_shed_before_work(
             assert len(engines[0].submits) in (1, 2), "turns go by address, and a retry is one"
             engines[1].hold = engines[2].hold = True
             held = asyncio.create_task(ask(client))
-            await until(lambda: served.desk.fleet.num_slots == 1)
+            await until(lambda: sum(one.live for one in engines) == 1)  # where it stays
             for engine in engines:
                 engine.waiting = 1
             await until(lambda: served.desk.fleet.load.waiting == 3)
@@ -248,14 +248,14 @@ async def test_a_full_queue_goes_elsewhere_once_and_full_ones_shed_before_work(
                 assert one.status_code == 200, "the engine decides about what is urgent"
             answer = await ask(client)
             assert answer.status_code == 200, "and about who has nothing there yet"
-            engines[1].hold = engines[2].hold = True
+            engines[0].hold = engines[1].hold = engines[2].hold = True
             held = asyncio.create_task(ask(client))
-            await until(lambda: served.desk.fleet.num_slots == 1)
+            await until(lambda: sum(one.live for one in engines) == 1)
             engines[2].waiting = 0
             await until(lambda: served.desk.fleet.load.waiting == 2)
             engines[2].hold = False
             assert (await ask(client)).status_code == 200, "control: one has room"
-            engines[1].hold = False
+            engines[0].hold = engines[1].hold = False
             assert (await held).status_code == 200
 
 
