@@ -131,14 +131,14 @@ async def test_a_core_that_cannot_go_on_ends_the_process(model: str) -> None:
 
 async def test_an_engine_that_slept_with_its_core_goes_on() -> None:
     """A frozen container, or Ctrl-Z: nobody was silent, nobody listened."""
-    flags = "model='fake', heartbeat_timeout_s=1.0, hang_timeout_s=2.0"
+    flags = "model='fake', heartbeat_timeout_s=1.0, hang_timeout_s=5.0"
     process = await asyncio.to_thread(_start, flags)
     try:
         assert process.stdout is not None
         port, rank = map(int, (await asyncio.to_thread(process.stdout.readline)).split())
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             await asyncio.wait_for(until_serving(channel), PATIENCE_S)
-            for number, seconds in ((signal.SIGSTOP, 4.0), (signal.SIGCONT, 1.0)):
+            for number, seconds in ((signal.SIGSTOP, 8.0), (signal.SIGCONT, 1.0)):
                 os.kill(process.pid, number)
                 await asyncio.sleep(0.1)  # it wakes up before its core
                 os.kill(rank, number)
