@@ -218,7 +218,7 @@ async def until_serving(channel: Any) -> None:
 async def test_a_drain_pauses_before_it_refuses() -> None:
     """Not ready at once, told to sessions at once; who has not heard of it is still served."""
     async with (
-        engine(drain_pause_s=1.5) as server,
+        engine(drain_pause_s=6.0) as server,
         stubs(server) as stub,
         session(stub) as client,
     ):
