@@ -139,7 +139,8 @@ async def test_a_lost_rank_ends_the_engine_and_every_stream(
 
 
 @pytest.mark.timeout(300)
-async def test_a_stop_leaves_nothing_behind() -> None:
+async def test_a_stop_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine_service.server.launch._LEAVING_S", PATIENCE_S)  # nobody is killed
     async with ranks() as server:
         pids = await serving(server)
         ports = ports_of(pids)
