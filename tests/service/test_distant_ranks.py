@@ -18,6 +18,7 @@ import pytest
 
 from engine_service.ranks.likeness import likeness
 from engine_service.ranks.watcher import Watcher
+from tests.left_over import await_nothing_new, held
 from tests.service.distant_ranks import (
     config_of,
     distant,
@@ -222,19 +223,14 @@ def test_what_a_distant_rank_refuses_is_raised_as_it_was(tmp_path: Path) -> None
 
 
 def test_cycles_leave_nothing_behind(tmp_path: Path) -> None:
-    def left() -> tuple[list[str], int, set[str]]:
-        links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-        kinds = [os.readlink(link).partition(":")[0] for link in links if link.is_symlink()]
-        return sorted(kinds), threading.active_count(), set(os.listdir("/dev/shm"))
-
-    before = left()
+    before = held()
     for cycle in range(4):
         with distant(tmp_path, "", "") as (watcher, _, fars):
             ready(watcher)
             if cycle % 2:
                 fars[0].kill()
                 await_loss(watcher)
-    eventually(lambda: left() == before, f"left over: {left()}, before {before}")
+    await_nothing_new(before)
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from engine_service.pipe import BlockingPipe, Unframer, pair
 from engine_service.ranks.watcher import Watcher
+from tests.left_over import await_nothing_new, held
 from tests.waiting import PATIENCE_S, eventually, stopwatch
 from tidemill.runtime.errors import EngineDead, InvalidRequest, ServiceError
 
@@ -238,13 +239,7 @@ def test_a_thread_that_ends_takes_nobody_along() -> None:
 
 
 def test_twenty_cycles_leave_nothing_behind() -> None:
-    def left() -> tuple[list[str], int, set[str]]:
-        """Kinds of open descriptors, threads, and named shared memory."""
-        links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-        kinds = [os.readlink(link).partition(":")[0] for link in links if link.is_symlink()]
-        return sorted(kinds), threading.active_count(), set(os.listdir("/dev/shm"))
-
-    before, pids = left(), set[int]()
+    before, pids = held(), set[int]()
     for cycle in range(20):
         with group("", "") as (watcher, lost):
             pids.update(ready(watcher))
@@ -254,7 +249,7 @@ def test_twenty_cycles_leave_nothing_behind() -> None:
                 os.kill(watcher.followers[0]._process.pid, signal.SIGKILL)
                 await_loss(watcher)
         assert bool(lost) != bool(cycle % 2)
-    assert left() == before
+    await_nothing_new(before)
     assert len(pids) == 40
     assert all(map(is_gone, pids))
 
