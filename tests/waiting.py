@@ -1,4 +1,5 @@
-"""Waiting for what another task, thread or process does, and ports that stay free meanwhile.
+"""Waiting for what another task, thread or process does, how long that took while this process was
+awake, and ports that stay free meanwhile.
 
 No test takes these bounds when all is well, and none fails because a machine is slow.
 """
@@ -8,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import httpx
 
@@ -32,6 +35,29 @@ def eventually(condition: Callable[[], object], what: str, seconds: float = PATI
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
+
+
+@contextmanager
+def stopwatch() -> Iterator[Callable[[], float]]:
+    """Reads seconds in which this process was awake. Ranks count each other's silence like that
+    (`engine_service.ranks.silence`): a machine that stood still for two seconds is no silence, so
+    their bounds do not hold by the clock on the wall."""
+    seconds, is_over = 0.0, threading.Event()
+
+    def count() -> None:
+        nonlocal seconds
+        while not is_over.is_set():
+            began = time.monotonic()
+            time.sleep(0.05)
+            seconds += min(time.monotonic() - began, 0.1)
+
+    counting = threading.Thread(target=count, name="stopwatch", daemon=True)
+    counting.start()
+    try:
+        yield lambda: seconds
+    finally:
+        is_over.set()
+        counting.join()
 
 
 def free_port(neighbours: int = 1) -> int:

@@ -67,6 +67,8 @@ class Writer:
     def __init__(self, context: Any) -> None:
         self._context = context
         self._turn = asyncio.Lock()
+        self.submits = 0
+        """Read of this session. A load report names them: what crosses it does not count."""
 
     async def write(self, frame: pb.SessionResponse) -> None:
         async with self._turn:
@@ -183,7 +185,7 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
                     load = pb.Load(
                         running=len(rows), waiting=self.waiting, pages_used=1, pages_total=4
                     )
-                    report = pb.LoadReport(load=load)
+                    report = pb.LoadReport(load=load, submits=writer.submits)
                     await writer.write(pb.SessionResponse(load_report=report))
                 step = self._step(rows)
                 if step is not None:
@@ -210,6 +212,7 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
                 rows[frame.stop_matched.handle].stopped_at = frame.stop_matched.completion_tokens
 
     async def _submit(self, submit: Any, rows: dict[int, Row], writer: Writer) -> None:
+        writer.submits += 1
         spec = submit.spec
         self.submits.append(spec)
         error = self.refuse

@@ -40,6 +40,19 @@ async def bench(url: str, **fields: Any) -> dict[str, Any]:
     return await asyncio.to_thread(serve.run, ServeOptions(url=url, **short), EngineConfig())
 
 
+def check_figures(point: dict[str, Any], step_s: float, other_s: float) -> None:
+    """Of three streams of an engine whose step takes `step_s`, and not `other_s`."""
+    assert point["requests"] >= 3
+    pace_ms = point["tpot_ms"]["p50"]
+    # Less than a step where the first chunk comes late; and a chat's echo begins with a special
+    # token, which is counted and has no text.
+    assert 0.8e3 * step_s <= pace_ms < 2e3 * step_s
+    assert not 0.8e3 * other_s <= pace_ms < 2e3 * other_s
+    assert point["e2e_ms"]["p50"] == pytest.approx(12 * pace_ms, rel=0.3)
+    assert point["itl_ms"]["p50"] == pytest.approx(pace_ms * point["tokens_per_chunk"], rel=0.5)
+    assert point["output_tokens_per_s"] == pytest.approx(3 / pace_ms * 1e3, rel=0.35)
+
+
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 @pytest.mark.parametrize("api", ["completions", "chat"])
 async def test_figures_follow_the_step_of_the_engine(
@@ -47,23 +60,21 @@ async def test_figures_follow_the_step_of_the_engine(
 ) -> None:
     """A step of 30 ms gives a token, and one of 90 ms: no figure of the one fits the other."""
     async with stack(tmp_path) as served:
-        url = url_of(served, protocol)
+        options = {"protocol": protocol, "api": api, "concurrency": "3"}
         for step_s, other_s in ((0.03, 0.09), (0.09, 0.03)):
             served.engine.step_s = step_s
-            options = {"protocol": protocol, "api": api, "concurrency": "3"}
-            (point,) = (await bench(url, **options))["points"]
-            assert point["failures"] == {}
-            assert point["ok"] == point["requests"] >= 3
-            pace_ms = point["tpot_ms"]["p50"]
-            # Less than a step where the first chunk comes late; and a chat's echo begins with a
-            # special token, which is counted and has no text.
-            assert 0.8e3 * step_s <= pace_ms < 2e3 * step_s
-            assert not 0.8e3 * other_s <= pace_ms < 2e3 * other_s
-            assert point["e2e_ms"]["p50"] == pytest.approx(12 * pace_ms, rel=0.3)
-            assert point["itl_ms"]["p50"] == pytest.approx(
-                pace_ms * point["tokens_per_chunk"], rel=0.5
-            )
-            assert point["output_tokens_per_s"] == pytest.approx(3 / pace_ms * 1e3, rel=0.35)
+            # Half a second that another program takes is no figure of ours; a wrong formula is
+            # wrong every time.
+            for attempt in reversed(range(5)):
+                (point,) = (await bench(url_of(served, protocol), **options))["points"]
+                assert point["failures"] == {}
+                assert point["ok"] == point["requests"]
+                try:
+                    check_figures(point, step_s, other_s)
+                    break
+                except (AssertionError, KeyError):  # there is no median of nothing
+                    if not attempt:
+                        raise
         sent = served.engine.submits
         assert {one.sampling.max_tokens for one in sent} == {12}
         if api == "completions":
@@ -100,8 +111,8 @@ async def test_refusals_are_counted_apart(tmp_path: Path, protocol: str, status:
         served.engine.refuse = Full("no room", retry_after_ms=1000)
         url = url_of(served, protocol)
         results = await bench(url, protocol=protocol, rate="20,40", slo_e2e_ms=1e6, seconds=1.0)
-        (flood,) = (await bench(url, protocol=protocol, concurrency="2", seconds=1.0))["points"]
-    assert 2 <= flood["requests"] <= 22, "two streams, each with a tenth of a second's rest"
+        (flood,) = (await bench(url, protocol=protocol, concurrency="2", seconds=3.0))["points"]
+    assert 2 <= flood["requests"] <= 62, "two streams, each with a tenth of a second's rest"
     for point in results["points"]:
         assert point["failures"][status]["requests"] == point["requests"] > 5
         assert "no room" in point["failures"][status]["said"]
@@ -199,7 +210,7 @@ async def test_another_server_with_a_key_and_a_certificate(tmp_path: Path) -> No
     async with stranger(context, heads) as port:
         url = f"https://localhost:{port}/v1"
         asked: dict[str, Any] = {"concurrency": "2", "output_len": 3, "input_len": 2}
-        trusting = asked | {"tls_ca": authority.path}
+        trusting = asked | {"tls_ca": authority.path, "seconds": 4.0}
         results = await bench(url, api_key=Secret("right"), **trusting)
         with pytest.raises(InvalidRequest, match="answered 401: no go"):
             await bench(url, api_key=Secret("wrong"), **trusting)

@@ -81,18 +81,18 @@ async def test_a_request_has_its_time_to_come_and_an_answer_all_it_needs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    async with stack(tmp_path, read_timeout_s=0.3) as served:
+    async with stack(tmp_path, read_timeout_s=1.0) as served:
         port, began = served.frontend.http_port, time.monotonic()
         length = POST + b"content-length: 40\r\n\r\n{"
         slow = [answer_to(port, iter([part])) for part in (b"GET /he", length)]
         assert [said for _, said in await asyncio.gather(*slow)] == [b"", b""]
-        assert 0.25 < time.monotonic() - began < PATIENCE_S / 2
+        assert 0.9 < time.monotonic() - began < PATIENCE_S / 2
         assert caplog.text.count("took too long to come") == 2
-        served.engine.step_s = 0.01
+        served.engine.step_s = 0.02
         async with served.http() as client:
             body = {"prompt": "ab", "max_tokens": 80, "stream": True}
             text = (await client.post("/v1/completions", json=body)).text
-        assert text.endswith("data: [DONE]\n\n"), "0.8 s of answer"
+        assert text.endswith("data: [DONE]\n\n"), "1.6 s of answer"
         lines = [vars(one) for one in caplog.records if one.name == "tidemill.frontend.http"]
         assert "POST /v1/completions 499" in [line["message"] for line in lines]
     assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []

@@ -79,7 +79,7 @@ async def test_without_the_flag_nobody_is_served(tmp_path: Path) -> None:
 
 async def test_keep_freezes_everything_in_place(tmp_path: Path) -> None:
     async with operated(tmp_path) as (server, operator, client):
-        await client.submit(1, 5, 6, max_tokens=300)
+        await client.submit(1, 5, 6, max_tokens=900)
         await client.first_token(1)
         await operator.Pause(paused("KEEP"))
         assert server.desk.board.snapshot.paused
@@ -92,7 +92,7 @@ async def test_keep_freezes_everything_in_place(tmp_path: Path) -> None:
         assert 2 not in client.ends
         await operator.Resume(pb.ResumeRequest())
         await client.drain(1, 2)
-        assert len(client.tokens[1]) == 300
+        assert len(client.tokens[1]) == 900
         assert not server.desk.board.snapshot.paused
 
 
@@ -107,7 +107,7 @@ async def test_wait_lets_what_runs_finish_and_holds_the_rest(tmp_path: Path) -> 
         assert len(client.tokens[1]) == 60
         await asyncio.wait_for(asked, PATIENCE_S)
         await nothing_moves(server, client)
-        assert server.desk.core.load.waiting == 1
+        await until(lambda: server.desk.core.load.waiting == 1)
         await operator.Resume(pb.ResumeRequest())
         await client.drain(2)
 

@@ -209,7 +209,7 @@ async def test_routers_that_know_vllm_rebuild_the_index(tmp_path: Path, seed: in
         sub, live = context.socket(zmq.SUB), ZmqMirror()
         sub.connect(ipc)
         sub.subscribe(b"kv@")
-        await asyncio.sleep(0.2)  # PUB drops what was sent before a reader has joined
+        await asyncio.sleep(2.0)  # PUB drops what was sent before a reader has joined
 
         async def read() -> None:
             while True:

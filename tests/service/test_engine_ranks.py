@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -17,10 +16,12 @@ from engine_service.server.launch import EngineServer
 from engine_service.server.rank_process import RANK_MODULE
 from engine_service.server.state import EngineState
 from tests.service.engine_fixtures import config, info, session, stubs
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, stopwatch, until
 from tidemill.v1 import engine_pb2 as pb
 
 BOUND_S = 5.0
+AWAKE_S = BOUND_S + 1.0
+"""On a stopwatch, which does not stand still in quite the same moments as the ranks."""
 START_S = 3 * PATIENCE_S
 FAULTY = "tests.service.faulty_ranks"
 
@@ -106,19 +107,19 @@ async def lose(rank: int, sent: signal.Signals, num_stages: int, **flags: Any) -
             for handle in range(1, 7):
                 await client.submit(handle, 84, 104, 101, handle, max_tokens=1900)
             await client.first_token(1)
-            began = time.monotonic()
-            os.kill(pids[rank], sent)
-            await asyncio.wait_for(server.desk.dead.wait(), 2 * BOUND_S)
-            assert time.monotonic() - began < BOUND_S
-            await until(lambda: server._rank._process.poll() is not None, BOUND_S)
-            await until(lambda: all(map(is_gone, pids)), BOUND_S)
-            assert time.monotonic() - began < BOUND_S
+            with stopwatch() as awake_s:
+                os.kill(pids[rank], sent)
+                await asyncio.wait_for(server.desk.dead.wait(), PATIENCE_S)
+                assert awake_s() < AWAKE_S
+                await until(lambda: server._rank._process.poll() is not None)
+                await until(lambda: all(map(is_gone, pids)))
+                assert awake_s() < AWAKE_S
             await client.drain(*range(1, 7))
         assert {client.ends[handle][0].reason for handle in range(1, 7)} == {"ENGINE_DEAD"}
         assert server._rank._process.returncode != 0
         said = str(server.desk.core.lost)
         assert not ports & listening()
-    assert named_memory() == named
+    await until(lambda: not named_memory() - named)  # others may name some for a moment
     if rank == 0:
         assert "was killed by SIGKILL" in said
     elif sent is signal.SIGKILL:
@@ -141,7 +142,8 @@ async def test_a_lost_rank_ends_the_engine_and_every_stream(
 
 
 @pytest.mark.timeout(300)
-async def test_a_stop_leaves_nothing_behind() -> None:
+async def test_a_stop_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine_service.server.launch._LEAVING_S", PATIENCE_S)  # nobody is killed
     async with ranks() as server:
         pids = await serving(server)
         ports = ports_of(pids)

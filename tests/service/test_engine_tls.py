@@ -17,7 +17,7 @@ from frontend.app import FrontendServer
 from tests.certificates import Authority, shown
 from tests.service.engine_fixtures import config, engine
 from tests.service.frontends import frontend_for, write_tokenizer
-from tests.waiting import PATIENCE_S, http_client, until
+from tests.waiting import PATIENCE_S, free_port, http_client, until
 from tidemill.runtime.errors import FailedPrecondition
 from tidemill.v1 import engine_pb2, engine_pb2_grpc
 
@@ -79,25 +79,27 @@ async def test_a_session_is_opened_again_with_the_certificates_of_the_day(
     """Both sides move to another CA while they run: the session goes on, and the next one, with an
     engine that knows the old CA no more, needs no new frontend."""
     mine = frontend_flags(authority)
-    async with engine(**engine_flags(authority)) as server:
-        port = server.port
-        async with before(server, tmp_path, **mine) as served:
-            assert await served.desk.fleet.wait_ready(PATIENCE_S)
-            (client,) = (one.client for one in served.desk.fleet.members)
-            first = client.instance_id
-            renewed = Authority(tmp_path / "pki", "ca")  # the same paths
-            frontend_flags(renewed)
-            flags = engine_flags(renewed)
-            await asyncio.sleep(0.1)
-            assert client.state == "ready"
-            await server.stop()
-            again = await EngineServer.start(
-                config(engine_port=port, **flags), rank_module="tests.service.fake_core"
-            )
-            try:
-                await until(lambda: client.state == "ready" and client.instance_id != first)
-            finally:
-                await again.stop()
+    port = free_port()  # bound twice: one that the system chose could be given away in between
+    async with (
+        engine(engine_port=port, **engine_flags(authority)) as server,
+        before(server, tmp_path, **mine) as served,
+    ):
+        assert await served.desk.fleet.wait_ready(PATIENCE_S)
+        (client,) = (one.client for one in served.desk.fleet.members)
+        first = client.instance_id
+        renewed = Authority(tmp_path / "pki", "ca")  # the same paths
+        frontend_flags(renewed)
+        flags = engine_flags(renewed)
+        await asyncio.sleep(0.1)
+        assert client.state == "ready"
+        await server.stop()
+        again = await EngineServer.start(
+            config(engine_port=port, **flags), rank_module="tests.service.fake_core"
+        )
+        try:
+            await until(lambda: client.state == "ready" and client.instance_id != first)
+        finally:
+            await again.stop()
 
 
 async def test_every_port_of_an_engine_shows_the_renewed_certificate(

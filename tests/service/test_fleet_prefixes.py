@@ -134,6 +134,9 @@ async def test_who_comes_back_goes_on_where_it_was(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{site.frontend.http_port}"
         async with http_client(url) as client:
             await site.until_place(client, LONG, 0)
+            prefixes = site.frontend.desk.fleet.prefixes
+            assert prefixes is not None
+            await until(lambda: ("fake-0", 8) in prefixes._seen.values())
             for engine in site.engines[:2]:
                 engine.drop_sessions()
             await until(lambda: all(len(feed.starts) == 2 for feed in site.feeds))

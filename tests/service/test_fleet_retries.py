@@ -12,7 +12,7 @@ import pytest
 
 from tests.service.fake_engine import FakeEngine
 from tests.service.test_fleet import ask, fleet
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from tidemill.runtime.errors import Unavailable
 from tidemill.v1 import engine_pb2 as pb
 
@@ -44,6 +44,7 @@ async def test_a_prompt_that_kills_is_pooled_by_two_engines_at_most(
         await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 
     monkeypatch.setattr(FakeEngine, "Pool", dies)
+    monkeypatch.setattr("frontend.engine_pool._NOTICE_S", PATIENCE_S)
     async with fleet(tmp_path, 5) as served, served.http() as client:
         body = {"model": "fake", "input": "ab"}
         answer = await client.post("/v1/embeddings", json=body)

@@ -87,7 +87,10 @@ async def test_a_kept_connection_may_ask_once_more(tmp_path: Path) -> None:
             await client.post("/v1/completions", content=BODY)
 
 
-async def test_half_a_request_is_served_too(tmp_path: Path) -> None:
+async def test_half_a_request_is_served_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frontend.listener._MOMENT_S", PATIENCE_S)
     async with stack(tmp_path) as served:
         desk, port = served.frontend.desk, served.frontend.http_port
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -114,7 +117,9 @@ async def test_who_never_asks_holds_nothing_up(
 
 
 @pytest.mark.parametrize("is_tls", [False, True])
-async def test_a_storm_is_served_or_refused(tmp_path: Path, is_tls: bool) -> None:
+async def test_a_storm_is_served_or_refused(
+    tmp_path: Path, is_tls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Clients that connect all the time, each until it is refused: every connection is answered."""
     flags: dict[str, Any] = {}
     options: dict[str, Any] = {}
@@ -124,6 +129,8 @@ async def test_a_storm_is_served_or_refused(tmp_path: Path, is_tls: bool) -> Non
         flags = {"tls_cert": pair.cert, "tls_key": pair.key}
         context: ssl.SSLContext = authority.context()
         options = {"ssl": context, "server_hostname": "127.0.0.1"}
+    else:  # with TLS there may always be somebody, and all of it is waited for
+        monkeypatch.setattr("frontend.listener._MOMENT_S", PATIENCE_S)
     counts: Counter[str] = Counter()
     async with stack(tmp_path, **flags) as served:
         port = served.frontend.http_port

@@ -160,7 +160,7 @@ async def test_a_call_whose_time_is_up_says_so(
     with collecting() as (collector, endpoint):
         async with asked(tmp_path, otlp_endpoint=endpoint) as (served, ask):
             served.engine.step_s = 0.01
-            assert (await ask("Generate", asking(400), SAMPLED, 0.2))[0] == "DEADLINE_EXCEEDED"
+            assert (await ask("Generate", asking(400), SAMPLED, 1.0))[0] == "DEADLINE_EXCEEDED"
             await until(lambda: told(caplog))
     assert [line["status"] for line in told(caplog)] == ["DEADLINE_EXCEEDED"]
     spans = {span.name: values_of(span) for span in collector.of_trace(TRACE)}
