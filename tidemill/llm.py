@@ -30,6 +30,7 @@ from tidemill.offline import (
     calm_collector,
     spread,
     to_submits,
+    unbroken,
 )
 from tidemill.outputs import EmbeddingOutput, RequestOutput
 from tidemill.pooled import PoolPrompt, PoolReader, as_pairs, cosines, to_output, to_vector
@@ -100,7 +101,8 @@ class LLM(BeamCalls):
         taken: list[str] = []
         try:
             for prompt, knobs in zip(listed, params, strict=True):
-                taken.append(self.add_request(prompt, knobs))
+                with unbroken():
+                    taken.append(self.add_request(prompt, knobs))
             with calm_collector():
                 self._run(taken, use_tqdm)
         except BaseException:
@@ -205,11 +207,10 @@ class LLM(BeamCalls):
                 self._scheduler.submit(submit)
                 keys.append(submit.key)
                 self._live[submit.key] = line
-        except ServiceError as refused:
+        except BaseException as failure:
             self._forget(keys)
-            raise as_asked(refused, asked, "") from refused
-        except Exception:
-            self._forget(keys)
+            if isinstance(failure, ServiceError):
+                raise as_asked(failure, asked, "") from failure
             raise
         self._requests[request_id] = pending
         return request_id
@@ -219,17 +220,18 @@ class LLM(BeamCalls):
 
         `get_output` returns the same values later, once each.
         """
-        self._loop.turn()
         finished: dict[str, Pending] = {}
-        for output in self._mail.take():
-            for key, count, stop_string in spread(output, self._live):
-                self._scheduler.abort(Abort(key, FinishReason.STOP_STRING, count, stop_string))
-            for row, finish in output.finished:
-                line = self._live.pop(output.keys[row], None)
-                if line is not None:
-                    finished[line.request_id] = self._requests[line.request_id]
-                elif output.keys[row] in self._pooled:
-                    self._pooled[output.keys[row]] = finish
+        with unbroken():
+            self._loop.turn()
+            for output in self._mail.take():
+                for key, count, stop_string in spread(output, self._live):
+                    self._scheduler.abort(Abort(key, FinishReason.STOP_STRING, count, stop_string))
+                for row, finish in output.finished:
+                    line = self._live.pop(output.keys[row], None)
+                    if line is not None:
+                        finished[line.request_id] = self._requests[line.request_id]
+                    elif output.keys[row] in self._pooled:
+                        self._pooled[output.keys[row]] = finish
         return [pending.output for pending in finished.values() if pending.is_finished]
 
     def get_output(self, request_id: str) -> RequestOutput | None:
