@@ -76,6 +76,15 @@ class Begun(NamedTuple):
     unit_bytes: int
     unit: int
     """Tokens of a unit."""
+    has_room: bool = True
+    """As HasRoom answers."""
+
+
+class HasRoom(NamedTuple):
+    """The answer is whether what is not here of the transfer's tokens would find room now. It is
+    also when all pages together were too few: nothing is to be waited for then."""
+
+    transfer: int
 
 
 class ExportPages(NamedTuple):
@@ -116,4 +125,4 @@ def end_of(begun: Begun) -> EndTransfer:
     return EndTransfer(begun.transfer)
 
 
-TransferAsk = BeginTransfer | ExportPages | ImportPages | EndTransfer
+TransferAsk = BeginTransfer | HasRoom | ExportPages | ImportPages | EndTransfer

@@ -21,6 +21,7 @@ from engine_service.config import EngineConfig
 from engine_service.core.handoff import (
     BeginTransfer,
     Begun,
+    HasRoom,
     ImportPages,
     KvLayout,
     SharedPiece,
@@ -40,6 +41,8 @@ _MAX_SOURCES = 64
 """Prefill engines that a connection is kept to; the oldest one is closed."""
 _APART_S = 60.0
 """How long an engine whose memory could not be read is asked for messages: it may just be gone."""
+_LOOK_S = 0.1
+"""How often it is asked whether there is room for a prompt's KV."""
 _REST = 9
 """An engine is left alone for so many times what it took not to reach it, so that prompts wait for
 nothing in at most a tenth of the time."""
@@ -191,6 +194,7 @@ class Fetches:
         begun: Begun = await self._asks.ask(ask, undo=end_of)
         try:
             if begun.num_found < begun.num_tokens:
+                await self._until_room(begun)
                 with self._counts.transfer(layout.model_id, RECEIVED) as counted:
                     stream = rpc.KvTransferServiceStub(await self._channel(address)).Transfer()
                     try:
@@ -207,6 +211,14 @@ class Fetches:
                     counted.outcome = "done" if is_whole else "partial"
         finally:
             self._asks.post(end_of(begun))
+
+    async def _until_room(self, begun: Begun) -> None:
+        """The prompt would wait for pages here in any case: another engine is not asked to compute
+        it before there are some. Those who wait for it give up when their time is over."""
+        has_room = begun.has_room
+        while not has_room:
+            await asyncio.sleep(_LOOK_S)
+            has_room = await self._asks.ask(HasRoom(begun.transfer))
 
     @contextmanager
     def _reaching(self, address: str) -> Iterator[None]:
