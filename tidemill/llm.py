@@ -21,6 +21,7 @@ from frontend.request import Chat
 from frontend.template import load_template
 from frontend.tokenizer import TextTokenizer
 from tidemill.beams import BeamCalls
+from tidemill.interrupts import unbroken
 from tidemill.keywords import engine_config
 from tidemill.offline import (
     Line,
@@ -30,7 +31,6 @@ from tidemill.offline import (
     calm_collector,
     spread,
     to_submits,
-    unbroken,
 )
 from tidemill.outputs import EmbeddingOutput, RequestOutput
 from tidemill.pooled import PoolPrompt, PoolReader, as_pairs, cosines, to_output, to_vector

@@ -7,13 +7,10 @@ not know the scheduler: it makes Submit messages and reads StepOutput columns.
 from __future__ import annotations
 
 import gc
-import signal
 import struct
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import FrameType
 
 from engine_service.core.messages import Command, Event, StepOutput, Submit
 from engine_service.core.messages import Finish as CoreFinish
@@ -63,30 +60,6 @@ def calm_collector() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-@contextmanager
-def unbroken() -> Iterator[None]:
-    """Ctrl-C is heard behind what runs here: in the middle of a step it would leave requests half
-    planned, and the next call would find them so. A second one is heard at once."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    heard: list[tuple[int, FrameType | None]] = []
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        if heard:
-            before(number, frame)
-        heard.append((number, frame))
-
-    signal.signal(signal.SIGINT, hear)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if heard:
-        before(*heard[0])
 
 
 class Mailbox:
