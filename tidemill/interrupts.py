@@ -29,5 +29,5 @@ def unbroken() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if heard:
-        before(*heard[0])
+        if heard:  # an error that comes out of here is its context then
+            before(*heard[0])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +33,7 @@ from tidemill.offline import (
 )
 from tidemill.outputs import EmbeddingOutput, RequestOutput
 from tidemill.pooled import PoolPrompt, PoolReader, as_pairs, cosines, to_output, to_vector
+from tidemill.progress import progress
 from tidemill.prompts import Prompt, PromptReader, as_list, one_per_prompt, with_suffixes
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, ServiceError
 from tidemill.sampling_params import SamplingParams
@@ -191,6 +191,7 @@ class LLM(BeamCalls):
         outputs = self.embed(texts, normalize=True, truncate_prompt_tokens=truncate_prompt_tokens)
         return cosines(pairs, {t: o.embedding for t, o in zip(texts, outputs, strict=True)})
 
+    @unbroken()
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Queues one prompt and returns its id; `step` makes it progress.
 
@@ -207,31 +208,32 @@ class LLM(BeamCalls):
                 self._scheduler.submit(submit)
                 keys.append(submit.key)
                 self._live[submit.key] = line
-        except BaseException as failure:
+        except ServiceError as refused:
             self._forget(keys)
-            if isinstance(failure, ServiceError):
-                raise as_asked(failure, asked, "") from failure
+            raise as_asked(refused, asked, "") from refused
+        except Exception:
+            self._forget(keys)
             raise
         self._requests[request_id] = pending
         return request_id
 
+    @unbroken()
     def step(self) -> list[RequestOutput]:
         """One turn of the core loop. Returns what finished in it.
 
         `get_output` returns the same values later, once each.
         """
+        self._loop.turn()
         finished: dict[str, Pending] = {}
-        with unbroken():
-            self._loop.turn()
-            for output in self._mail.take():
-                for key, count, stop_string in spread(output, self._live):
-                    self._scheduler.abort(Abort(key, FinishReason.STOP_STRING, count, stop_string))
-                for row, finish in output.finished:
-                    line = self._live.pop(output.keys[row], None)
-                    if line is not None:
-                        finished[line.request_id] = self._requests[line.request_id]
-                    elif output.keys[row] in self._pooled:
-                        self._pooled[output.keys[row]] = finish
+        for output in self._mail.take():
+            for key, count, stop_string in spread(output, self._live):
+                self._scheduler.abort(Abort(key, FinishReason.STOP_STRING, count, stop_string))
+            for row, finish in output.finished:
+                line = self._live.pop(output.keys[row], None)
+                if line is not None:
+                    finished[line.request_id] = self._requests[line.request_id]
+                elif output.keys[row] in self._pooled:
+                    self._pooled[output.keys[row]] = finish
         return [pending.output for pending in finished.values() if pending.is_finished]
 
     def get_output(self, request_id: str) -> RequestOutput | None:
@@ -255,11 +257,12 @@ class LLM(BeamCalls):
         """Runs prompts that are pooled to their ends; nothing of them is left whatever happens."""
         keys: list[int] = []
         try:
-            for prompt in prompts:
-                submit = prompt.to_submit(next(self._keys))
-                self._scheduler.submit(submit)
-                keys.append(submit.key)
-                self._pooled[submit.key] = None
+            with unbroken():
+                for prompt in prompts:
+                    submit = prompt.to_submit(next(self._keys))
+                    self._scheduler.submit(submit)
+                    keys.append(submit.key)
+                    self._pooled[submit.key] = None
             with calm_collector():
                 while any(self._pooled[key] is None for key in keys):
                     self.step()
@@ -270,23 +273,15 @@ class LLM(BeamCalls):
                 del self._pooled[key]
 
     def _run(self, request_ids: list[str], use_tqdm: bool) -> None:
-        from tqdm import tqdm
-
         waiting = set(request_ids)
-        with tqdm(
-            total=len(waiting), desc="Generating", unit="req", disable=not use_tqdm,
-            file=sys.stderr, dynamic_ncols=True,
-        ) as bar:  # fmt: skip
-            num_tokens = 0
+        with progress(len(waiting), is_shown=use_tqdm) as ended:
             while waiting:
                 for output in self.step():
                     if output.request_id in waiting:
                         waiting.remove(output.request_id)
-                        num_tokens += output.usage.output_tokens
-                        rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
-                        bar.set_postfix_str(f"{rate:,.0f} tok/s", refresh=False)
-                        bar.update()
+                        ended(output.usage.output_tokens)
 
+    @unbroken()
     def _drop(self, request_ids: list[str]) -> None:
         """Takes back what a failed call has queued."""
         dropped = set(request_ids)

@@ -77,12 +77,12 @@ class Begun(NamedTuple):
     unit: int
     """Tokens of a unit."""
     has_room: bool = True
-    """As HasRoom answers."""
+    """Whether those that are not here would find room. Also when all pages together were too few:
+    then there is nothing to wait for."""
 
 
 class HasRoom(NamedTuple):
-    """The answer is whether what is not here of the transfer's tokens would find room now. It is
-    also when all pages together were too few: nothing is to be waited for then."""
+    """The answer is `num_found` and `has_room` of a transfer's Begun, as they are now."""
 
     transfer: int
 

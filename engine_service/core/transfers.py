@@ -84,7 +84,7 @@ class Transfers:
                 return self._begin(ask)
             case HasRoom(transfer):
                 one = self._find(transfer)
-                return self._look(one.table, one.tokens)[1]
+                return self._look(one.table, one.tokens)
             case ExportPages():
                 return self._export(ask)
             case ImportPages():
@@ -107,22 +107,22 @@ class Transfers:
         limit = strategy.max_cached(len(tokens)) if ask.is_prompt else len(tokens)
         limit = limit // table.unit * table.unit
         wanted = array("I", tokens[:limit])
-        num_found, has_room = self._look(table, wanted)
+        found = self._look(table, wanted)
         number = next(self._numbers)
         self._transfers[number] = _Transfer(wanted, table)
         if len(self._transfers) > MAX_TRANSFERS:
             self._end(next(iter(self._transfers)))
         unit_bytes = table.pages_per_unit * self._store.page_bytes
-        return Begun(number, limit, num_found, unit_bytes, table.unit, has_room)
+        return Begun(number, limit, unit_bytes=unit_bytes, unit=table.unit, **found)
 
-    def _look(self, table: PageTable, tokens: Sequence[int]) -> tuple[int, bool]:
-        """How many of the tokens are here, and whether the others would find room."""
+    def _look(self, table: PageTable, tokens: Sequence[int]) -> dict[str, Any]:
+        """`num_found` and `has_room` of a Begun."""
         pages, num_tokens = self._pages, len(tokens)
         num_found = pages.adopt(table, pages.match(table, tokens, num_tokens))
         need = pages.pages_for(num_tokens)
         has_room = need - len(table.pages) <= pages.num_free or need > pages.num_pages
         pages.release(table)
-        return num_found, has_room
+        return {"num_found": num_found, "has_room": has_room}
 
     def _export(self, ask: ExportPages) -> Exported:
         one = self._find(ask.transfer)

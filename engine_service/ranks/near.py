@@ -70,8 +70,8 @@ class Near:
             self._lose(str(failure))
 
     def beat(self) -> None:
-        """By the guard, which never waits here: rank 0's signs of life go on; the rank's are shown
-        when they come."""
+        """By the guard: rank 0's signs of life go on; the rank's are shown when they come. Whoever
+        has a loss to tell, it is not the guard, which has rank 0 to look after."""
         if self._ending.locked():
             return
         now = time.monotonic()

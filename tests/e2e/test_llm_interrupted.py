@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tidemill.interrupts import unbroken
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
 PROGRAM = """
 import os, random, signal, sys, threading, time
 from contextlib import contextmanager
-import tidemill.llm
-from tidemill import LLM, SamplingParams
+import tidemill.interrupts
 
 if sys.argv[1] == "control":
     @contextmanager
     def torn():
         yield
-    tidemill.llm.unbroken = torn
+    tidemill.interrupts.unbroken = torn
+
+from tidemill import LLM, SamplingParams
 
 llm = LLM("demo", max_rows=4)
 prompts = ["ROMEO:", "add: 12+34 =", "sort: dbca =", "To be, or not", "count: 37 n=5", "Once more"]
@@ -50,6 +55,40 @@ for _ in range(40):
     assert llm.engine.scheduler._pages.num_used == 0, "pages leaked"
 print(num_heard)
 """
+
+
+def interrupted(body: Callable[[], object]) -> None:
+    with unbroken():
+        signal.raise_signal(signal.SIGINT)
+        body()
+
+
+def around(body: Callable[[], object]) -> None:
+    with unbroken():
+        interrupted(lambda: None)
+        body()
+
+
+def test_ctrl_c_waits_for_the_end_and_is_not_lost() -> None:
+    """Also where what runs fails, and where one such part stands in another."""
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(lambda: done.append("whole"))
+    assert done == ["whole"]
+
+    def fail() -> None:
+        raise ValueError("wrong")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        interrupted(fail)
+    assert isinstance(caught.value.__context__, ValueError)
+    with pytest.raises(KeyboardInterrupt):
+        around(lambda: done.append("the outer part goes on"))
+    assert len(done) == 2
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(lambda: (signal.raise_signal(signal.SIGINT), done.append("too late")))
+    assert len(done) == 2, "the second one is heard at once"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def run(how: str) -> subprocess.CompletedProcess[str]:

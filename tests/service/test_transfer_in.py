@@ -60,7 +60,7 @@ class Asks:
         self.failure: Exception | None = None
         self.imports: list[ImportPages] = []
         self.num_ended = 0
-        self.has_room, self.num_looks = True, 0
+        self.has_room, self.num_looks, self.num_found = True, 0, 0
         self.importing = asyncio.Event()
         self.importing.set()
 
@@ -69,7 +69,7 @@ class Asks:
             return Begun(1, 2 * PAGE, 0, 2, PAGE, self.has_room)
         if isinstance(control, HasRoom):
             self.num_looks += 1
-            return self.has_room
+            return {"num_found": self.num_found, "has_room": self.has_room}
         assert isinstance(control, ImportPages)
         self.imports.append(control)
         await self.importing.wait()
