@@ -20,7 +20,7 @@ from engine_service.ranks.gathering import PATIENCE_S
 from engine_service.ranks.likeness import likeness
 
 FAR_MODULE = "engine_service.ranks.far"
-_LAST_S = 3.0
+_LAST_S = 5.0
 """For the others when one rank has left because all is over."""
 _LOG = logging.getLogger("tidemill.engine")
 

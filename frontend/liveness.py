@@ -1,7 +1,7 @@
 """Whether an engine behind an open session still lives. It does not know the session.
 
-Load reports are its heartbeat, twice a second; they say too how long the engine's core has been
-silent although it has work.
+Whatever it sends is a sign of life: pongs three times a second, and load reports twice, which say
+too how long the engine's core has been silent although it has work.
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ VERBS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+_SERVICES = ("serve", "engine", "frontend")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(verb: str, argv: Sequence[str]) -> int:
     """A process that is the first of its container gets no signal that it has not asked for, and a
     service asks for SIGTERM only once it serves: until then this ends it."""
-    if threading.current_thread() is threading.main_thread():
+    if verb in _SERVICES and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         status: int = import_module(f"tidemill.commands.{verb.replace('-', '_')}").run(argv)

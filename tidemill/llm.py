@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +20,7 @@ from frontend.request import Chat
 from frontend.template import load_template
 from frontend.tokenizer import TextTokenizer
 from tidemill.beams import BeamCalls
+from tidemill.interrupts import unbroken
 from tidemill.keywords import engine_config
 from tidemill.offline import (
     Line,
@@ -33,6 +33,7 @@ from tidemill.offline import (
 )
 from tidemill.outputs import EmbeddingOutput, RequestOutput
 from tidemill.pooled import PoolPrompt, PoolReader, as_pairs, cosines, to_output, to_vector
+from tidemill.progress import progress
 from tidemill.prompts import Prompt, PromptReader, as_list, one_per_prompt, with_suffixes
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, ServiceError
 from tidemill.sampling_params import SamplingParams
@@ -100,7 +101,8 @@ class LLM(BeamCalls):
         taken: list[str] = []
         try:
             for prompt, knobs in zip(listed, params, strict=True):
-                taken.append(self.add_request(prompt, knobs))
+                with unbroken():
+                    taken.append(self.add_request(prompt, knobs))
             with calm_collector():
                 self._run(taken, use_tqdm)
         except BaseException:
@@ -189,6 +191,7 @@ class LLM(BeamCalls):
         outputs = self.embed(texts, normalize=True, truncate_prompt_tokens=truncate_prompt_tokens)
         return cosines(pairs, {t: o.embedding for t, o in zip(texts, outputs, strict=True)})
 
+    @unbroken()
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Queues one prompt and returns its id; `step` makes it progress.
 
@@ -214,6 +217,7 @@ class LLM(BeamCalls):
         self._requests[request_id] = pending
         return request_id
 
+    @unbroken()
     def step(self) -> list[RequestOutput]:
         """One turn of the core loop. Returns what finished in it.
 
@@ -253,11 +257,12 @@ class LLM(BeamCalls):
         """Runs prompts that are pooled to their ends; nothing of them is left whatever happens."""
         keys: list[int] = []
         try:
-            for prompt in prompts:
-                submit = prompt.to_submit(next(self._keys))
-                self._scheduler.submit(submit)
-                keys.append(submit.key)
-                self._pooled[submit.key] = None
+            with unbroken():
+                for prompt in prompts:
+                    submit = prompt.to_submit(next(self._keys))
+                    self._scheduler.submit(submit)
+                    keys.append(submit.key)
+                    self._pooled[submit.key] = None
             with calm_collector():
                 while any(self._pooled[key] is None for key in keys):
                     self.step()
@@ -268,23 +273,15 @@ class LLM(BeamCalls):
                 del self._pooled[key]
 
     def _run(self, request_ids: list[str], use_tqdm: bool) -> None:
-        from tqdm import tqdm
-
         waiting = set(request_ids)
-        with tqdm(
-            total=len(waiting), desc="Generating", unit="req", disable=not use_tqdm,
-            file=sys.stderr, dynamic_ncols=True,
-        ) as bar:  # fmt: skip
-            num_tokens = 0
+        with progress(len(waiting), is_shown=use_tqdm) as ended:
             while waiting:
                 for output in self.step():
                     if output.request_id in waiting:
                         waiting.remove(output.request_id)
-                        num_tokens += output.usage.output_tokens
-                        rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
-                        bar.set_postfix_str(f"{rate:,.0f} tok/s", refresh=False)
-                        bar.update()
+                        ended(output.usage.output_tokens)
 
+    @unbroken()
     def _drop(self, request_ids: list[str]) -> None:
         """Takes back what a failed call has queued."""
         dropped = set(request_ids)

@@ -11,13 +11,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
-from engine_service.core.handoff import (
-    BeginTransfer,
-    EndTransfer,
-    ExportPages,
-    ImportPages,
-    TransferAsk,
-)
+from engine_service.core.handoff import TransferAsk
 from engine_service.core.journal import KvEvent
 from tidemill.runtime.errors import FailedPrecondition, InternalError, ServiceError, Unsupported
 
@@ -135,7 +129,7 @@ class ControlDesk:
     def take(self, ask: Ask) -> None:
         """Does what is asked, or puts it off if it moves pages; a failure is answered, and hurts
         nobody else."""
-        if isinstance(ask.control, BeginTransfer | ExportPages | ImportPages | EndTransfer):
+        if isinstance(ask.control, TransferAsk):
             self._transferring.append(ask)
             return
         self._try(ask)

@@ -76,6 +76,15 @@ class Begun(NamedTuple):
     unit_bytes: int
     unit: int
     """Tokens of a unit."""
+    has_room: bool = True
+    """Whether those that are not here would find room. Also when all pages together were too few:
+    then there is nothing to wait for."""
+
+
+class HasRoom(NamedTuple):
+    """The answer is `num_found` and `has_room` of a transfer's Begun, as they are now."""
+
+    transfer: int
 
 
 class ExportPages(NamedTuple):
@@ -116,4 +125,4 @@ def end_of(begun: Begun) -> EndTransfer:
     return EndTransfer(begun.transfer)
 
 
-TransferAsk = BeginTransfer | ExportPages | ImportPages | EndTransfer
+TransferAsk = BeginTransfer | HasRoom | ExportPages | ImportPages | EndTransfer

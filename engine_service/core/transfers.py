@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from engine_service.core.handoff import (
     EndTransfer,
     Exported,
     ExportPages,
+    HasRoom,
     ImportPages,
     Piece,
     TransferAsk,
@@ -81,6 +82,9 @@ class Transfers:
         match ask:
             case BeginTransfer():
                 return self._begin(ask)
+            case HasRoom(transfer):
+                one = self._find(transfer)
+                return self._look(one.table, one.tokens)
             case ExportPages():
                 return self._export(ask)
             case ImportPages():
@@ -102,13 +106,23 @@ class Transfers:
         table = self._pages.open(strategy.mask_block, ask.salt)
         limit = strategy.max_cached(len(tokens)) if ask.is_prompt else len(tokens)
         limit = limit // table.unit * table.unit
-        found = len(self._pages.match(table, tokens, limit).pages) * self._pages.page_size
+        wanted = array("I", tokens[:limit])
+        found = self._look(table, wanted)
         number = next(self._numbers)
-        self._transfers[number] = _Transfer(array("I", tokens[:limit]), table)
+        self._transfers[number] = _Transfer(wanted, table)
         if len(self._transfers) > MAX_TRANSFERS:
             self._end(next(iter(self._transfers)))
         unit_bytes = table.pages_per_unit * self._store.page_bytes
-        return Begun(number, limit, found, unit_bytes, table.unit)
+        return Begun(number, limit, unit_bytes=unit_bytes, unit=table.unit, **found)
+
+    def _look(self, table: PageTable, tokens: Sequence[int]) -> dict[str, Any]:
+        """`num_found` and `has_room` of a Begun."""
+        pages, num_tokens = self._pages, len(tokens)
+        num_found = pages.adopt(table, pages.match(table, tokens, num_tokens))
+        need = pages.pages_for(num_tokens)
+        has_room = need - len(table.pages) <= pages.num_free or need > pages.num_pages
+        pages.release(table)
+        return {"num_found": num_found, "has_room": has_room}
 
     def _export(self, ask: ExportPages) -> Exported:
         one = self._find(ask.transfer)

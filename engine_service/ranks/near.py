@@ -23,7 +23,7 @@ from engine_service.ranks.frames import CODE, COUNT, WINDOW, Frame
 from engine_service.ranks.guard import Guard
 from engine_service.ranks.link import Link, LinkLost
 from engine_service.ranks.messages import Failed
-from engine_service.ranks.silence import CUT_S, Silence
+from engine_service.ranks.silence import CUT_S, TICK_S, Silence
 from tidemill.runtime.errors import EngineDead
 
 _LEFT_S = 4.0
@@ -70,17 +70,23 @@ class Near:
             self._lose(str(failure))
 
     def beat(self) -> None:
-        """By the guard: rank 0's signs of life go on; the rank's are shown when they come."""
+        """By the guard: rank 0's signs of life go on; the rank's are shown when they come. Whoever
+        has a loss to tell, it is not the guard, which has rank 0 to look after."""
+        if self._ending.locked():
+            return
         now = time.monotonic()
         serves = self._plans.num_received > 0
         self._silence.look(self._link.num_received, now - self._looked, serves=serves)
         self._looked = now
+        why = ""
         if self._silence.seconds > CUT_S:
-            self._lose(f"nothing has come from there for {self._silence.seconds:.1f} s")
+            why = f"nothing has come from there for {self._silence.seconds:.1f} s"
         try:
             self._link.send(Frame.BEAT, COUNT.pack(self._plans.writer_beat()))
         except LinkLost as failure:
-            self._lose(str(failure))
+            why = str(failure)
+        if why:
+            threading.Thread(target=self._lose, args=(why,), daemon=True).start()
 
     def _pass_messages(self) -> None:
         try:
@@ -139,6 +145,9 @@ class Near:
             f"the connection to its host broke ({why}): its processes there have ended, or the "
             "network is cut"
         )
+        seen = self._plans.writer_beat()
+        while self._plans.writer_beat() == seen:  # a stopped rank 0 has nobody else to end it
+            time.sleep(TICK_S)
         os._exit(1)
 
     def _say(self, words: str) -> None:

@@ -28,9 +28,9 @@ class RankProcess:
         return self._process.pid
 
     def post_mortem(self) -> str:
-        """How the process ended; call it when the pipe is closed. Waits for at most 1 s:
+        """How the process ended; call it when the pipe is closed. Waits for at most 0.5 s:
         a killed process has ended with the last of its threads, its pipe is closed before."""
-        code = self._wait(1.0)
+        code = self._wait(0.5)
         if code is None:
             return "it closed its pipe but still runs"
         return f"its process (pid {self.pid}) {describe_end(code)}"

@@ -21,6 +21,7 @@ from engine_service.config import EngineConfig
 from engine_service.core.handoff import (
     BeginTransfer,
     Begun,
+    HasRoom,
     ImportPages,
     KvLayout,
     SharedPiece,
@@ -31,7 +32,7 @@ from engine_service.server import convert_transfer as convert
 from engine_service.server.asks import Asks
 from engine_service.server.same_host import shared_host
 from engine_service.server.transfer_counts import RECEIVED, TransferCounts
-from tidemill.runtime.errors import FailedPrecondition, ServiceError, Unsupported
+from tidemill.runtime.errors import FailedPrecondition, Overloaded, ServiceError, Unsupported
 from tidemill.runtime.rpc import channel_options, to_error
 from tidemill.security.client_tls import ClientTls, Dialer, Dialing
 from tidemill.v1 import engine_pb2_grpc as rpc
@@ -40,6 +41,8 @@ _MAX_SOURCES = 64
 """Prefill engines that a connection is kept to; the oldest one is closed."""
 _APART_S = 60.0
 """How long an engine whose memory could not be read is asked for messages: it may just be gone."""
+_LOOK_S = 0.1
+"""How often it is asked whether there is room for a prompt's KV."""
 _REST = 9
 """An engine is left alone for so many times what it took not to reach it, so that prompts wait for
 nothing in at most a tenth of the time."""
@@ -98,6 +101,8 @@ class Fetches:
         """Until when engines are not asked for shared memory, by address."""
         self._resting: dict[str, float] = {}
         """Until when engines are not asked at all, by address."""
+        self._room = asyncio.Lock()
+        """Of who waits next for pages."""
         self.layout: KvLayout | None = None
         """Of this engine, once it is up."""
 
@@ -190,6 +195,8 @@ class Fetches:
         ask = BeginTransfer(submit.prompt, method, submit.cache_salt, True)
         begun: Begun = await self._asks.ask(ask, undo=end_of)
         try:
+            if begun.num_found < begun.num_tokens and not begun.has_room:
+                begun = await self._with_room(begun)
             if begun.num_found < begun.num_tokens:
                 with self._counts.transfer(layout.model_id, RECEIVED) as counted:
                     stream = rpc.KvTransferServiceStub(await self._channel(address)).Transfer()
@@ -208,6 +215,20 @@ class Fetches:
         finally:
             self._asks.post(end_of(begun))
 
+    async def _with_room(self, begun: Begun) -> Begun:
+        """The transfer as it is when there is room for it, one after the other: no engine is asked
+        to compute a prompt that would wait for pages here. Raises Overloaded when half of the time
+        for a transfer is over."""
+        limit_s = 0.5 * self._config.kv_transfer_timeout_s
+        try:
+            async with asyncio.timeout(limit_s), self._room:
+                while not begun.has_room:
+                    await asyncio.sleep(_LOOK_S)
+                    begun = begun._replace(**await self._asks.ask(HasRoom(begun.transfer)))
+        except TimeoutError:
+            raise Overloaded(f"its pages found no room for {limit_s:g} s") from None
+        return begun
+
     @contextmanager
     def _reaching(self, address: str) -> Iterator[None]:
         """Around what waits for a connection: in vain, too, when it took all the time there is.
@@ -220,7 +241,8 @@ class Fetches:
             if isinstance(failure, asyncio.CancelledError) and now - began < 0.9 * most_s:
                 raise
             self._resting = {one: until for one, until in self._resting.items() if until > now}
-            self._resting[address] = now + min(_APART_S, _REST * (now - began))
+            rested = now + min(_APART_S, _REST * (now - began))
+            self._resting[address] = max(rested, self._resting.get(address, 0.0))
             raise
 
     async def _receive(self, stream: Any, begun: Begun, model: str, host: str) -> bool:

@@ -151,6 +151,8 @@ def status_of(failure: BaseException | None, *, late: bool) -> str:
     cancels one whose client has left."""
     if isinstance(failure, ServiceError):
         return semconv.status_name(failure.grpc_code)
+    if isinstance(failure, grpc.aio.UsageError):
+        return "INTERNAL"
     if isinstance(failure, asyncio.CancelledError | GeneratorExit | grpc.aio.BaseError):
         return "DEADLINE_EXCEEDED" if late else "CANCELLED"
     return "OK" if failure is None else "INTERNAL"

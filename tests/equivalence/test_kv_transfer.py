@@ -22,6 +22,7 @@ from engine_service.core.handoff import (
     EndTransfer,
     Exported,
     ExportPages,
+    HasRoom,
     ImportPages,
     InlinePiece,
 )
@@ -179,6 +180,26 @@ def test_what_is_evicted_is_computed(tmp_path: Path) -> None:
     ask(target, EndTransfer(here.transfer))
     with pytest.raises(FailedPrecondition, match="is over"):
         ask(target, ImportPages(here.transfer, 0, PAGE, first.piece))
+
+
+def test_room_is_what_running_rows_leave(tmp_path: Path) -> None:
+    """Pages that nobody holds are room, those of a row are not; nobody waits for more than all."""
+    target = make(tmp_path, "qwen3", "decode", num_pages=8)
+    prompt = list(range(3, 3 + 4 * PAGE + 1))
+    run(target, [1, *prompt], max_tokens=1)
+    here: Begun = ask(target, BeginTransfer(pack(prompt), "", "", True))
+    assert here.has_room, "what is only remembered is evicted"
+    pages = target.scheduler._pages
+    held = pages.open(1)
+    assert pages.reserve(held, 5 * PAGE)
+    late: Begun = target.transfers.take(BeginTransfer(pack(prompt), "", "", True))
+    huge: Begun = target.transfers.take(BeginTransfer(pack(prompt * 3), "", "", True))
+    look = HasRoom(late.transfer)
+    assert not late.has_room
+    assert target.transfers.take(look) == {"num_found": 0, "has_room": False}
+    assert huge.has_room, "it never fits, which the core says"
+    pages.release(held)
+    assert target.transfers.take(look) == {"num_found": 0, "has_room": True}
 
 
 @pytest.mark.parametrize("name", ["qwen3", "sdar"])

@@ -16,11 +16,12 @@ from engine_service.core.handoff import (
     BeginTransfer,
     Begun,
     EndTransfer,
+    HasRoom,
     ImportPages,
     KvLayout,
     KvSource,
 )
-from engine_service.core.messages import Submit
+from engine_service.core.messages import Abort, Submit
 from engine_service.core.params import DecodingChoice, SamplingParams
 from engine_service.server import transfer_in
 from engine_service.server.transfer_counts import TransferCounts
@@ -59,12 +60,16 @@ class Asks:
         self.failure: Exception | None = None
         self.imports: list[ImportPages] = []
         self.num_ended = 0
+        self.has_room, self.num_looks, self.num_found = True, 0, 0
         self.importing = asyncio.Event()
         self.importing.set()
 
     async def ask(self, control: Any, **_: Any) -> Any:
         if isinstance(control, BeginTransfer):
-            return Begun(1, 2 * PAGE, 0, 2, PAGE)
+            return Begun(1, 2 * PAGE, 0, 2, PAGE, self.has_room)
+        if isinstance(control, HasRoom):
+            self.num_looks += 1
+            return {"num_found": self.num_found, "has_room": self.has_room}
         assert isinstance(control, ImportPages)
         self.imports.append(control)
         await self.importing.wait()
@@ -208,3 +213,23 @@ async def test_an_engine_out_of_reach_is_left_alone_for_a_while(
             made.fetches._resting.clear()
             made.submit(2)
             assert len(made.passed) == 3, "it is tried again"
+
+
+async def test_a_prompt_without_room_is_computed_nowhere_until_there_is_some() -> None:
+    """A prefill engine is not asked for KV that a full pool could not take."""
+    async with target("grpc") as made:
+        made.asks.has_room = False
+        fetch = asyncio.create_task(made.fetch())
+        await until(lambda: made.asks.num_looks >= 2)
+        assert not made.sources[0].hosts
+        assert made.fetches.num_held == 1
+        made.asks.has_room = True
+        await fetch
+        assert len(made.asks.imports) == 1
+        num_looks, made.asks.has_room = made.asks.num_looks, False
+        made.submit(0)
+        await until(lambda: made.asks.num_looks >= num_looks + 2)
+        made.fetches.holds(Abort(2))
+        assert [one.key for one in made.passed] == [1, 2], "whoever leaves waits for no room"
+        await until(lambda: made.asks.num_ended == 2)
+        assert len(made.sources[0].hosts) == 1

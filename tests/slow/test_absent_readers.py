@@ -34,6 +34,7 @@ FLAGS = (
     "--num-pages=8192",
     "--max-model-len=512",
     f"--max-queued-requests={CLIENTS}",
+    "--max-queue-delay-s=0",  # nobody is refused for the time that others stayed
     "--drain-timeout-s=1",
 )
 
