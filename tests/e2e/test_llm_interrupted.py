@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ import os, random, signal, sys, threading, time
 from contextlib import contextmanager
 import tidemill.interrupts
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored in a shell's background
 if sys.argv[1] == "control":
     @contextmanager
     def torn():
@@ -69,6 +70,15 @@ def around(body: Callable[[], object]) -> None:
         body()
 
 
+@pytest.fixture
+def _hears() -> Iterator[None]:
+    """What a shell runs in its background ignores Ctrl-C, and so would this process."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_hears")
 def test_ctrl_c_waits_for_the_end_and_is_not_lost() -> None:
     """Also where what runs fails, and where one such part stands in another."""
     done: list[str] = []
