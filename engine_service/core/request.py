@@ -152,15 +152,17 @@ class Request:
     def view_ahead(self, *, foresees: bool) -> View | None:
         """The picture a strategy plans the next span from, while steps may be in flight.
 
-        None: a decision is on its way that nobody looks beyond. `foresees` lets the strategy say
-        what may be assumed.
+        None: a decision is on its way that nobody looks beyond, or behind which nothing follows.
+        `foresees` lets the strategy say what may be assumed, and not only what is certain.
         """
         span = self.launched
         if not self.in_flight or span is None:
             return self.view()
         if span.decide_stop > span.decide_start:
-            may = foresees and self.constraint is None
-            return self.strategy.foresee(self.view(), span) if may else None
+            if self.constraint is not None:
+                return None
+            ahead = self.strategy.foresee(self.view(), span, may_err=foresees)
+            return None if ahead is None or ahead.committed_len >= self.max_len else ahead
         score_from = max(self.score_from, span.score_stop)
         return self.view()._replace(num_cached=span.stop, score_from=score_from)
 

@@ -222,13 +222,13 @@ class DecodeStrategy(ABC):
         """
         return None
 
-    def foresee(self, view: View, span: Span) -> View | None:
+    def foresee(self, view: View, span: Span, *, may_err: bool) -> View | None:
         """What the next span may be planned from while `span`, which decides something, is on its
         way; `view` is what is settled. Pure.
 
-        None: the row sits out the steps until `span` is collected. The picture may turn out wrong
-        (`span` opens nothing more, or more than was thought) as long as the span that is planned
-        from it computes what is right whatever `span` decides.
+        None: the row sits out the steps until `span` is collected. With `may_err` the picture may
+        turn out wrong (`span` opens nothing more, or more than was thought), as long as the span
+        that is planned from it computes what is right whatever `span` decides.
         """
         return None
 

@@ -3,8 +3,8 @@
 Host half and device half of the method; it does not know requests, pages or models. A finished
 block is committed and streamed at once; its final KV is stored by the first span of the next
 block, which starts one block earlier. The block-causal mask makes that exact. Where steps are
-planned ahead of decisions, a block is taken to be open still: if it was not, the step that followed
-in vain found nothing to reveal and stored its KV.
+planned ahead of decisions and the rule does not say when a block is full, it is taken to be open
+still: if it was not, the step that followed in vain found nothing to reveal and stored its KV.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from engine_service.core.step import Canvas, Decision, NewRow, Span, Update
 from engine_service.core.strategy import Budget, DecodeStrategy, View
 from engine_service.decoding.knobs import reject_unknown
+from engine_service.decoding.pace import left_open
 from engine_service.decoding.reveal import RevealTables
 from engine_service.decoding.reveal_knobs import (
     RevealKnobs,
@@ -104,13 +105,24 @@ class BlockDiffusion(DecodeStrategy):
         """Whole blocks only: the open block sees itself, so its KV is not final."""
         return committed_len - committed_len % self.mask_block
 
-    def foresee(self, view: View, span: Span) -> View | None:
-        """The block that `span` decides on is still open; or it is known to be full, so that `span`
-        stores it. With shifted logits a span of a full block decides the next one's first token."""
+    def foresee(self, view: View, span: Span, *, may_err: bool) -> View | None:
+        """The block that `span` decides on is still open, or full behind it, where its rule says
+        which; else it is taken to be open. A block that is known to be full already was stored by
+        `span`. With shifted logits a span of a full block decides the next one's first token."""
         if self._shift:
             return None
-        is_full = span.decide_stop <= view.committed_len
-        return view._replace(num_cached=span.stop if is_full else span.stop - self.mask_block)
+        canvas, size = view.canvas, self.mask_block
+        if span.decide_stop <= view.committed_len:
+            return view._replace(num_cached=span.stop) if may_err else None
+        num_open = canvas.fixed.count(False)
+        left = left_open(view.params, num_open, step=canvas.step, steps=view.params.steps)
+        if left == 0:
+            end = view.committed_len + len(canvas.fixed)
+            opened = masks(self.mask_token_id, size)
+            return view._replace(committed_len=end, num_cached=end - size, canvas=opened)
+        if left is None and not may_err:
+            return None
+        return view._replace(num_cached=span.stop - size)
 
     def settle(
         self, committed_len: int, canvas: Canvas, span: Span, decision: Decision | None

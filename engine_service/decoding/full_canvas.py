@@ -23,6 +23,7 @@ from engine_service.decoding.canvas_cache import (
     without_other_caches,
 )
 from engine_service.decoding.knobs import read_number, read_whole, reject_unknown, wrong_knob
+from engine_service.decoding.pace import left_open
 from engine_service.decoding.reveal import RevealTables
 from engine_service.decoding.reveal_knobs import (
     RevealKnobs,
@@ -58,6 +59,11 @@ class FullCanvasParams(RevealKnobs):
     def block_of(self, answer_len: int) -> int:
         """Positions per block of an answer."""
         return self.block_length or min(DEFAULT_BLOCK, answer_len)
+
+    def steps_of(self, answer_len: int) -> int:
+        """Decisions that a schedule takes for each block of an answer."""
+        block = self.block_of(answer_len)
+        return self.steps // -(-answer_len // block) or block
 
     def resumes(self) -> bool:
         """Whether a block can go on half way: nothing of how it went so far has to be known."""
@@ -168,6 +174,25 @@ class FullCanvas(DecodeStrategy):
         span = Span(view.row, start, stop, kv_len, FULL, *decided, kept=kept, aside=aside)
         return span if budget.allows(span) else None
 
+    def foresee(self, view: View, span: Span, *, may_err: bool) -> View | None:
+        """What is open behind `span`, where the rule says how much: the same block, or the next
+        one. A whole canvas that was computed in vain would cost more than a step sat out."""
+        canvas, params = view.canvas, view.params
+        end = view.committed_len + len(canvas.token_ids)
+        first = max(0, span.decide_start - view.committed_len)
+        last = max(0, span.decide_stop - view.committed_len)
+        num_open = canvas.fixed[first:last].count(False)
+        steps = params.steps_of(end - view.prompt_len)
+        left = left_open(params, num_open, step=canvas.step, steps=steps)
+        if left is None or not num_open:
+            return None
+        if left:
+            ahead = canvas._replace(step=canvas.step + 1)
+            return view._replace(num_cached=span.kv_len, canvas=ahead)
+        fixed = (*canvas.fixed[:first], *(True,) * (last - first), *canvas.fixed[last:])
+        ahead = Canvas(canvas.token_ids, fixed)
+        return view._replace(num_cached=span.kv_len, canvas=ahead) if False in fixed else None
+
     def room(self, view: View) -> int:
         """What the cache ever holds: nobody is preempted for the pages of a canvas."""
         end = view.committed_len + len(view.canvas.token_ids)
@@ -217,8 +242,7 @@ class FullCanvas(DecodeStrategy):
             block = new.params.block_of(answer)
             starts.append(_block_of(opened, new.prompt_len, end, new.params)[0])
             blocks.append(block)
-            steps = new.params.steps // -(-answer // block) or block
-            knobs.append(replace(new.params, steps=steps))
+            knobs.append(replace(new.params, steps=new.params.steps_of(answer)))
             self._blocks[new.row] = block
             self._kept_by[new.row] = (new.params, new.prompt_len, end)
         self._write_scales(rows)

@@ -1,21 +1,28 @@
-"""Blocks are taken to be open still while decisions are on the way: nothing but time changes."""
+"""Steps are planned while decisions are on the way, from what the rule says of them or from what is
+assumed: nothing but time changes."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from engine_service.core.step import Span
-from engine_service.core.strategy import View
+from engine_service.core.strategy import DecodeStrategy, View
+from engine_service.decoding import full_canvas
 from engine_service.decoding.block_diffusion import BlockDiffusion
+from engine_service.decoding.full_canvas import FullCanvas
+from engine_service.decoding.pace import left_open
+from engine_service.decoding.reveal_knobs import RevealKnobs
 from tests.equivalence.harness import AR, BLOCK, Result, Setup, ToyEngine
 from tests.equivalence.references import RULES, random_knobs, random_prompt
-from tests.fakes import ToyModel
+from tests.fakes import MASK, ToyModel
 
 SIZE = 8
 NEVER = 1 << 30
+FULL = "full_canvas"
 
 
 def run(which: int, foreseen_tokens: int, *, overlaps: bool = True) -> ToyEngine:
@@ -68,35 +75,61 @@ def test_what_is_told_is_the_same(seed: int, foreseen_tokens: int) -> None:
             assert told(ahead.results[key]) == told(result), (which, key)
 
 
-def alone(foreseen_tokens: int) -> ToyEngine:
+ASSUMED = {"remasking": "threshold", "threshold": 1.0}
+"""One position a step, but for one that is as sure as can be."""
+KNOWN = {"remasking": "low_confidence", "steps": SIZE}
+
+
+def turns(engine: ToyEngine) -> int:
+    """Until everything is answered; the last one only collects."""
+    count = 0
+    while engine.scheduler.has_work:
+        engine.step()
+        count += 1
+    engine.check_empty()
+    return count
+
+
+def alone(foreseen_tokens: int, knobs: dict[str, Any]) -> tuple[ToyEngine, int]:
+    """Three blocks of one request; and how many turns launched nothing."""
     engine = ToyEngine(
         ToyModel(3), Setup(block=SIZE, overlaps=True, foreseen_tokens=foreseen_tokens)
     )
-    knobs = {"remasking": "low_confidence", "steps": SIZE}
     engine.submit(list(range(2, 2 + SIZE)), 3 * SIZE, BLOCK, knobs)
-    engine.run()
-    return engine
-
-
-def test_no_step_is_sat_out() -> None:
-    """Eight decisions a block, one pass that stores it, and one step in vain behind the end."""
-    engine = alone(0)
-    usage = engine.results[1].finish.usage
-    assert usage.denoise_steps == 3 * SIZE
-    assert len(engine.plans) == 3 * SIZE + 2 + 1, "decisions, two that store, one in vain"
-    assert all(plan.num_spans == 1 for plan in engine.plans)
-
-
-def test_control_without_foresight_blocks_store_with_the_next_one() -> None:
-    engine = alone(NEVER)
+    num_turns = turns(engine)
     assert engine.results[1].finish.usage.denoise_steps == 3 * SIZE
+    assert all(plan.num_spans == 1 for plan in engine.plans)
+    return engine, num_turns - len(engine.plans)
+
+
+def sizes(engine: ToyEngine) -> list[int]:
+    return [span.num_tokens for plan in engine.plans for span in plan.spans]
+
+
+@pytest.mark.parametrize("foreseen_tokens", [0, NEVER])
+def test_what_a_rule_says_is_planned_ahead(foreseen_tokens: int) -> None:
+    """No step is sat out, none in vain; a block is stored by the next one's first span."""
+    engine, num_still = alone(foreseen_tokens, KNOWN)
     assert len(engine.plans) == 3 * SIZE
-    sizes = [span.num_tokens for plan in engine.plans for span in plan.spans]
-    assert max(sizes) == 2 * SIZE, "the first span of a block covers the one before"
+    assert num_still == 1, "the last turn collects"
+    assert sizes(engine).count(2 * SIZE) == 3, "the prompt with the first block, and two blocks"
+
+
+def test_what_is_assumed_costs_a_step_in_vain() -> None:
+    """Eight decisions a block, one pass that stores it, and one step in vain behind the end."""
+    engine, num_still = alone(0, ASSUMED)
+    assert len(engine.plans) == 3 * SIZE + 2 + 1
+    assert num_still == 1, "the last turn collects"
+
+
+def test_control_without_foresight_every_other_step_is_sat_out() -> None:
+    engine, num_still = alone(NEVER, ASSUMED)
+    assert len(engine.plans) == num_still == 3 * SIZE
+    assert max(sizes(engine)) == 2 * SIZE, "the first span of a block covers the one before"
 
 
 def test_control_keys_taken_for_final_too_early_show() -> None:
-    def hasty(self: BlockDiffusion, view: View, span: Span) -> View | None:
+    def hasty(self: BlockDiffusion, view: View, span: Span, *, may_err: bool) -> View | None:
         """Takes the next block for open as soon as half of this one is committed."""
         return view._replace(num_cached=view.committed_len - view.committed_len % SIZE + SIZE // 2)
 
@@ -111,3 +144,84 @@ def test_control_keys_taken_for_final_too_early_show() -> None:
                 continue
         wrong += any(told(ahead.results[k]) != told(r) for k, r in plain.results.items())
     assert wrong
+
+
+def canvases(which: int, *, overlaps: bool, foreseen_tokens: int = NEVER) -> ToyEngine:
+    """Eight whole canvases of all kinds of rules and caches; the same for a number."""
+    rng, shift = random.Random(which), which % 2
+    setup = Setup(
+        num_pages=90,
+        max_rows=5,
+        token_budget=160,
+        logit_budget=rng.choice([24, 160]),
+        canvas_budget=rng.choice([24, 160]),
+        overlaps=overlaps,
+        foreseen_tokens=foreseen_tokens,
+    )
+    strategy = FullCanvas(mask_token_id=MASK, logits_shift=shift)
+    strategies: dict[str, DecodeStrategy] = {FULL: strategy}
+    engine = ToyEngine(
+        ToyModel(which), setup, strategies=strategies, default_method=FULL, shifts={FULL: shift}
+    )
+    for index in range(8):
+        prompt, block = random_prompt(rng, 1, 9), rng.randint(2, SIZE)
+        length = block * rng.randint(1, 3)
+        knobs = random_knobs(rng, block, RULES) | {"block_length": block}
+        if "steps" in knobs:
+            knobs["steps"] *= length // block
+        knobs["cache"] = rng.choice(["none", "prefix", "dual"])
+        if knobs["cache"] != "none" and rng.random() < 0.5:
+            knobs["refresh_interval"] = rng.randint(1, 4)
+        options = {"seed": index + 1, "ignore_eos": rng.random() < 0.5}
+        options["temperature"] = rng.choice([0.0, 0.9])
+        options["logprobs"] = rng.choice([None, 2])
+        options["emit_canvas"] = rng.random() < 0.5
+        if rng.random() < 0.5:
+            options["pinned"] = ((len(prompt) + rng.randrange(length), 3),)
+        engine.submit(prompt, length, FULL, knobs, **options)
+    engine.run()
+    return engine
+
+
+def num_differing(which: int, foreseen_tokens: int = NEVER) -> int:
+    plain = canvases(which, overlaps=False)
+    ahead = canvases(which, overlaps=True, foreseen_tokens=foreseen_tokens)
+    return sum(told(ahead.results[key]) != told(one) for key, one in plain.results.items())
+
+
+@pytest.mark.parametrize("foreseen_tokens", [0, NEVER])
+def test_canvases_are_told_the_same(seed: int, foreseen_tokens: int) -> None:
+    assert not sum(num_differing(which, foreseen_tokens) for which in range(seed, seed + 8))
+
+
+def test_control_a_block_taken_for_done_too_early_shows() -> None:
+    def hasty(knobs: RevealKnobs, num_open: int, *, step: int, steps: int) -> int | None:
+        left = left_open(knobs, num_open, step=step, steps=steps)
+        return left and left - 1
+
+    wrong = 0
+    for which in range(4):
+        with patch.object(full_canvas, "left_open", hasty):
+            try:
+                wrong += num_differing(which)
+            except (AssertionError, IndexError):
+                wrong += 1
+    assert wrong
+
+
+@pytest.mark.parametrize(
+    ("cache", "steps", "num_tokens"),
+    [("none", 24, 26 * 24), ("dual", 24, 3 * 26 + 21 * 8), ("prefix", 6, 3 * 26 + 24 + 16 + 8)],
+)
+def test_canvases_are_planned_ahead(cache: str, steps: int, num_tokens: int) -> None:
+    """Step behind step, none in vain: what is computed is what it was."""
+    engine = ToyEngine(
+        ToyModel(1),
+        Setup(token_budget=256, logit_budget=256, overlaps=True),
+        strategies={FULL: FullCanvas(mask_token_id=MASK, logits_shift=0)},
+        default_method=FULL,
+    )
+    knobs = {"cache": cache, "block_length": SIZE, "steps": steps}
+    engine.submit([1, 2], 24, FULL, knobs)
+    assert turns(engine) == len(engine.plans) + 1 == steps + 1
+    assert sum(sizes(engine)) == num_tokens

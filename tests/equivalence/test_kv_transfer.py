@@ -36,6 +36,7 @@ MOVED = ["qwen3", "mistral", "qwen3-moe", "sdar", "fast-dllm", "llada2-moe"]
 """Causal, windowed, sparse, block-causal, and with shifted logits."""
 LENGTHS = (8, 9, 16, 17, 40)
 COUNT = 10
+ROLES = ("prefill", "decode")
 
 
 def make(folder: Path, name: str, role: str, **flags: Any) -> Engine:
@@ -110,7 +111,12 @@ def move(source: Engine, target: Engine, prompt: list[int], spoil: Any = None) -
 
 @pytest.mark.parametrize("name", MOVED)
 def test_moved_prompts_go_on_as_one_engine(tmp_path: Path, name: str) -> None:
-    one, source, target = (make(tmp_path, name, role) for role in ("both", "prefill", "decode"))
+    check_moved(tmp_path, name)
+
+
+def check_moved(folder: Path, name: str, **flags: Any) -> None:
+    """Prompts of all kinds of lengths, moved from one engine to another."""
+    one, source, target = (make(folder, name, role, **flags) for role in ("both", *ROLES))
     rng = random.Random(name)
     stem = [rng.randrange(VOCAB - 8) for _ in range(PAGE)]
     for length in LENGTHS:
