@@ -45,6 +45,25 @@ class Ran(NamedTuple):
     done_ns: int
 
 
+class ReadPages(NamedTuple):
+    """To the followers, among the plans: tell what you hold of these pages, unless it is a copy."""
+
+    pages: tuple[int, ...]
+
+
+class PagesRead(NamedTuple):
+    """The answer: the bytes of worker.page_shares.cut."""
+
+    content: bytearray
+
+
+class WritePages(NamedTuple):
+    """To the followers, among the plans: keep your share of these whole pages."""
+
+    pages: tuple[int, ...]
+    content: bytearray
+
+
 class Loaded(NamedTuple):
     """A follower takes plans from here on. `sizes` must be the same on all ranks."""
 

@@ -16,7 +16,7 @@ from engine_service.child import die_with, ignore_stop_signals
 from engine_service.pipe import BlockingPipe
 from engine_service.ranks.broadcast import Ended, Reader, Wires
 from engine_service.ranks.guard import Guard
-from engine_service.ranks.messages import Failed, Here, Loaded, Ran, Stage
+from engine_service.ranks.messages import Failed, Here, Loaded, PagesRead, Ran, Stage
 from tidemill.runtime.errors import InternalError, InvalidRequest
 
 
@@ -46,6 +46,8 @@ def main(argv: list[str]) -> int:
     try:
         while True:
             plan = plans.receive()
+            if behaviour.startswith("tells pages"):
+                pipe.send([PagesRead(bytearray(int(behaviour.split()[-1])))])
             if behaviour.startswith("is timed"):
                 now = time.monotonic_ns() - int(behaviour.split()[-1])
                 pipe.send([Ran(int(plan), now - 1000, now)])
