@@ -23,6 +23,8 @@ from engine_service.ranks.messages import (
     Failed,
     Here,
     Loaded,
+    PagesAwaited,
+    PagesGiven,
     PagesRead,
     Ran,
     ReadPages,
@@ -133,8 +135,10 @@ def _move(own: RankPages, asked: ReadPages | WritePages, pipe: BlockingPipe) -> 
         case ReadPages(pages):
             if not own.share.is_copy:
                 pipe.send([PagesRead(bytearray(bytes_of(own.read(pages))))])
-        case WritePages(pages, content):
-            own.write(pages, own.format.opened(content))
+        case WritePages(pages):
+            pipe.send([PagesAwaited()])
+            (given,) = cast(list[PagesGiven], pipe.receive(None))
+            own.write(pages, own.held.opened(given.content))
 
 
 def _next(plans: Reader, watch: _Watch) -> _Order:

@@ -31,28 +31,32 @@ class GroupPages:
         self._watcher = watcher
         num_layers, *_, num_heads, _ = own.format.shape
         shares = shares_of(len(watcher.followers) + 1, num_stages, num_layers, num_heads)
-        self._holders = [rank for rank, share in enumerate(shares) if not share.is_copy]
-        self._shares = [shares[rank] for rank in self._holders]
+        self._shares = shares
+        self._others = [rank for rank, share in enumerate(shares) if rank and not share.is_copy]
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
         """[N, L, 2, G, K, D]: what each rank has of it, copies left out."""
-        watcher, (_, *others) = self._watcher, self._holders
+        watcher, shares, others = self._watcher, self._shares, self._others
         with self._together():
             watcher.plans.send(pack(ReadPages(tuple(pages))))
             own = self._own.read(pages)
             told = watcher.await_all(lambda one: one.rank not in others or one.pages_read)
             whole = self.format.empty(len(pages))
-            cut(whole, self._shares[0]).copy_(own)
+            cut(whole, shares[0]).copy_(own)
             parts = [told[rank - 1].take_pages() for rank in others]
-            join(whole, self._shares[1:], parts)
+            join(whole, [shares[rank] for rank in others], parts)
         return whole
 
     def write(self, pages: Sequence[int], whole: torch.Tensor) -> None:
-        """All ranks get all of it, and keep what is theirs."""
+        """Each rank gets what is its own. What is large waits for who takes it: signs of life of
+        several hosts come by the same way."""
+        watcher = self._watcher
         with self._together():
-            content = bytearray(bytes_of(whole))
-            self._watcher.plans.send(pack(WritePages(tuple(pages), content)))
-            self._own.write(pages, whole)
+            watcher.plans.send(pack(WritePages(tuple(pages))))
+            self._own.write(pages, cut(whole, self._shares[0]))
+            for one in watcher.await_all(lambda one: one.awaits_pages):
+                part = cut(whole, self._shares[one.rank]).contiguous()
+                one.give_pages(bytearray(bytes_of(part)))
 
     @contextmanager
     def _together(self) -> Iterator[None]:

@@ -58,9 +58,18 @@ class PagesRead(NamedTuple):
 
 
 class WritePages(NamedTuple):
-    """To the followers, among the plans: keep your share of these whole pages."""
+    """To the followers, among the plans: take what you hold of these pages."""
 
     pages: tuple[int, ...]
+
+
+class PagesAwaited(NamedTuple):
+    """The answer: it takes them now, so that they do not lie in front of signs of life."""
+
+
+class PagesGiven(NamedTuple):
+    """And what is then told to each: the bytes of its own share."""
+
     content: bytearray
 
 

@@ -21,8 +21,8 @@ from engine_service.stages import Stage
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """What the bytes of a whole model's page are, however many ranks hold it: all layers, keys
-    before values, all heads."""
+    """What the bytes of a page are, a whole model's or a share of it: layer by layer, keys before
+    values."""
 
     shape: tuple[int, int, int, int, int]
     """[L, 2, G, K, D]."""
@@ -37,7 +37,7 @@ class PageFormat:
         return torch.empty((num_pages, *self.shape), dtype=self.dtype)
 
     def opened(self, content: bytearray) -> torch.Tensor:
-        """[N, L, 2, G, K, D] of whole pages' bytes, which are not copied."""
+        """[N, L, 2, G, K, D] of pages' bytes, which are not copied."""
         return torch.frombuffer(content, dtype=self.dtype).view(-1, *self.shape)
 
 

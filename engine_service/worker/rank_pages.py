@@ -15,7 +15,7 @@ from engine_service.core.handoff import KvLayout
 from engine_service.distributed import Group
 from engine_service.models.base import ModelTraits
 from engine_service.worker.checkpoint import Checkpoint
-from engine_service.worker.page_shares import PageFormat, cut, share_of
+from engine_service.worker.page_shares import PageFormat, share_of
 
 
 def read_layout(
@@ -48,12 +48,15 @@ class RankPages:
         group: Group,
         device: torch.device,
     ) -> None:
-        """`caches` of this rank's layers."""
+        """`caches` of this rank's layers. `format` and `held` are what whole pages are and what it
+        has of them, by its `share`."""
         first = caches[0].k
         _, page_size, _, head_dim = first.shape
         num_layers, num_heads = traits.num_layers, traits.num_kv_heads
         self.format = PageFormat((num_layers, 2, page_size, num_heads, head_dim), first.dtype)
         self.share = share_of(group, num_layers, num_heads)
+        held = len(self.share.layers), 2, page_size, len(self.share.heads), head_dim
+        self.held = PageFormat(held, first.dtype)
         self._parts = [part for cache in caches for part in (cache.k, cache.v)]
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -67,11 +70,11 @@ class RankPages:
             host = found.cpu()
         return host.unflatten(1, (-1, 2))
 
-    def write(self, pages: Sequence[int], whole: torch.Tensor) -> None:
-        """What is this rank's of [N, L, 2, G, K, D] on the host."""
+    def write(self, pages: Sequence[int], host: torch.Tensor) -> None:
+        """[N, l, 2, G, k, D] on the host."""
         with self._beside():
             index = torch.tensor(pages, device=self._device)
-            values = cut(whole, self.share).flatten(1, 2).to(self._device)
+            values = host.flatten(1, 2).to(self._device)
             for part, value in zip(self._parts, values.unbind(1), strict=True):
                 part.index_copy_(0, index, value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from engine_service.ranks.group_pages import GroupPages
 from engine_service.ranks.watcher import Watcher
 from engine_service.worker.rank_pages import RankPages
 from tests.service.test_ranks_watched import AWAKE_S, group, ready
-from tests.waiting import stopwatch
+from tests.waiting import eventually, stopwatch
 from tidemill.runtime.errors import EngineDead
 
 PAGES, PAGE, HEAD = 6, 4, 8
@@ -25,12 +26,12 @@ SHARE_BYTES = 2 * PAGE * HEAD * 4
 """Of one page, one layer and one head: keys and values."""
 
 
-def own(num_heads: int) -> RankPages:
-    """Of the first of two ranks of a model of one layer."""
-    part = torch.randn(PAGES, PAGE, max(1, num_heads // 2), HEAD)
+def own(num_heads: int, num_ranks: int = 2) -> RankPages:
+    """Of the first rank of several, of a model of one layer."""
+    part = torch.randn(PAGES, PAGE, max(1, num_heads // num_ranks), HEAD)
     traits: Any = SimpleNamespace(num_layers=1, num_kv_heads=num_heads)
     caches = [LayerCache(k=part, v=part + 1)]
-    return RankPages(caches, traits, Group(0, 2), torch.device("cpu"))
+    return RankPages(caches, traits, Group(0, num_ranks), torch.device("cpu"))
 
 
 def test_shares_are_joined_and_copies_are_not_asked_for() -> None:
@@ -42,6 +43,12 @@ def test_shares_are_joined_and_copies_are_not_asked_for() -> None:
             whole = pages.read(numbers)
             assert torch.equal(whole[:, :, :, :, :1], mine.read(numbers))
             assert not whole[:, :, :, :, 1:].any()
+    with group("mirrors pages", "mirrors pages", "mirrors pages") as (watcher, _):
+        ready(watcher)
+        pages = GroupPages(own(4, 4), watcher, 1)
+        given = torch.randn(2, *pages.format.shape)
+        pages.write([4, 1], given)
+        assert torch.equal(pages.read([4, 1]), given)
     alone = own(1)
     with group("") as (watcher, _):
         ready(watcher)
@@ -59,13 +66,26 @@ def fails(pages: GroupPages, watcher: Watcher, act: Callable[[], None], why: str
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_nobody_waits_for_a_rank_that_is_lost(sent: signal.Signals) -> None:
-    """It has been asked, and will never answer."""
-    with group("") as (watcher, lost):
+@pytest.mark.parametrize("moment", ["reads", "writes", "takes"])
+def test_nobody_waits_for_a_rank_that_is_lost(sent: signal.Signals, moment: str) -> None:
+    """It has been asked and will never answer, or takes no more of what it is given."""
+    with group("mirrors pages") as (watcher, lost):
         (pid,) = ready(watcher)
         pages = GroupPages(own(2), watcher, 1)
-        watcher.plans.send = lambda message: os.kill(pid, sent)  # type: ignore[method-assign]
-        fails(pages, watcher, lambda: pages.read([1]), rf"rank 1 \(pid {pid}\) ")
+        large = pages.format.empty(100_000)  # more than lies in a pipe
+
+        def lose(*_: object) -> None:
+            os.kill(pid, sent)
+
+        if moment == "takes":
+            pages._own.write = lambda *_: eventually(  # type: ignore[method-assign]
+                lambda: watcher.followers[0].awaits_pages and not lose(), "it never took them"
+            )
+        else:
+            watcher.plans.send = lose  # type: ignore[method-assign]
+            pages._own.write = lambda *_: None  # type: ignore[method-assign]
+        act = partial(pages.read, [1]) if moment == "reads" else partial(pages.write, [1], large)
+        fails(pages, watcher, act, rf"rank 1 \(pid {pid}\) ")
         assert len(lost) == 1
 
 
