@@ -32,7 +32,8 @@ SWAPPED = "tests.equivalence.swapped_shares"
 
 def flags(role: str, size: int = 1, num_stages: int = 1, **more: Any) -> dict[str, Any]:
     grid = {"tensor_parallel_size": size, "pipeline_parallel_size": num_stages}
-    return {"role": role, "device": "cpu", "log_level": "warning", **grid, **more}
+    patient = {"kv_transfer_timeout_s": 3 * PATIENCE_S, "log_level": "warning"}
+    return {"role": role, "device": "cpu", **patient, **grid, **more}
 
 
 class Case:
