@@ -40,8 +40,8 @@ class EngineConfig:
     role: Literal["both", "prefill", "decode"] = "both"
     """What it does of a request. prefill: it computes prompts and hands their KV to others; decode:
     it generates, and fetches the KV of prompts from prefill engines that the frontend picks; both:
-    everything, alone. prefill and decode need prefix_caching, one rank and a causal or
-    block-causal model."""
+    everything, alone. prefill and decode need prefix_caching and a causal or block-causal
+    model."""
     kv_connector: Literal["auto", "grpc", "shm"] = "auto"
     """How a decode engine gets KV: grpc, in messages; shm, in shared memory of one host, and not at
     all from others; auto: shm where both engines can, else grpc."""

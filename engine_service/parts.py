@@ -67,6 +67,9 @@ def load(
     num_ranks = config.num_ranks
     check_count(config.tensor_parallel_size, num_ranks)
     hosts = hosts_of(config, num_ranks, ends_silent_leader=on_lost is not None)
+    if place is not None and num_ranks > 1 and config.role != "both":
+        text = f"role is {config.role!r}, and only rank 0 of ranks that it starts itself moves KV"
+        raise Unsupported(f"{text}; leave out the place, or pass role 'both'", param="role")
     if place is not None or num_ranks == 1:
         executor = worker = open_worker(config, report, place=place or FIRST, store=store)
         close = _nothing if place is None else worker.close
@@ -88,7 +91,7 @@ def load(
         memory=partial(memory_in_use, worker.device, worker.kv_bytes),
         close=close,
         others=others,
-        make_transfers=partial(make_transfers, worker),
+        make_transfers=partial(make_transfers, worker, executor),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,11 +20,18 @@ from engine_service.core.transfers import Transfers
 from engine_service.distributed import Place, Store
 from engine_service.models.base import ModelTraits
 from engine_service.worker.checkpoint import Report
-from engine_service.worker.page_store import PageStore
+from engine_service.worker.page_store import PageStore, WholePages
 from engine_service.worker.worker import Worker
 
 MEETING = "ranks"
 """The worker's stage in which it waits for the other ranks."""
+
+
+class HasPages(Protocol):
+    """Whoever holds a whole model's KV."""
+
+    @property
+    def pages(self) -> WholePages: ...
 
 
 def open_worker(
@@ -50,11 +57,14 @@ def open_worker(
     return Worker(config, make_strategies, told, place, store)
 
 
-def make_transfers(worker: Worker, pages: PageManager, facts: EngineFacts) -> Transfers:
-    """What moves pages of this worker from and to other engines."""
+def make_transfers(
+    worker: Worker, whole: HasPages, pages: PageManager, facts: EngineFacts
+) -> Transfers:
+    """What moves pages from and to other engines; `whole` is the worker, or the group of it and
+    those that hold the rest of the model."""
     return Transfers(
         pages,
-        PageStore(worker.caches, worker.device),
+        PageStore(whole.pages),
         worker.strategies,
         facts.default_method,
         facts.vocab_size,

@@ -164,7 +164,6 @@ def _check_role(config: EngineConfig, traits: ModelTraits) -> None:
                     param=name,
                 )
         return
-    size = config.num_ranks
     reasons = (
         (
             traits.mask_block >= FULL,
@@ -174,7 +173,6 @@ def _check_role(config: EngineConfig, traits: ModelTraits) -> None:
         (not traits.methods, "this model is an encoder and generates nothing"),
         (config.executor == "simulated", "the simulated executor keeps no keys and values"),
         (not config.prefix_caching, "it hands prefixes over, and prefix_caching is off"),
-        (size != 1, f"it has {size} ranks, and only whole pages of one are moved"),
     )
     for applies, why in reasons:
         if applies:

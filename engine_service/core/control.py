@@ -13,7 +13,13 @@ from typing import Any, NamedTuple, Protocol
 
 from engine_service.core.handoff import TransferAsk
 from engine_service.core.journal import KvEvent
-from tidemill.runtime.errors import FailedPrecondition, InternalError, ServiceError, Unsupported
+from tidemill.runtime.errors import (
+    EngineDead,
+    FailedPrecondition,
+    InternalError,
+    ServiceError,
+    Unsupported,
+)
 
 TRANSFERRING_S = 0.005
 """How long a turn may move pages, beyond the first piece."""
@@ -137,6 +143,8 @@ class ControlDesk:
     def _try(self, ask: Ask) -> None:
         try:
             self._do(ask)
+        except EngineDead:  # other ranks did not do their part, and do nothing any more
+            raise
         except ServiceError as error:
             self._answers.append(Answer(ask.ticket, error=error))
         except Exception as bug:  # a profiler that fails must not end the engine
@@ -147,7 +155,8 @@ class ControlDesk:
         """Those that are due. Call it once a turn, behind what the turn has told of pages: what a
         snapshot shows is in no event that follows it, and what follows it not in the snapshot.
 
-        Pages are moved here, for at most TRANSFERRING_S a turn: steps go on meanwhile."""
+        Pages are moved here, for at most TRANSFERRING_S a turn: steps go on meanwhile. Raises
+        EngineDead where a rank was lost over it."""
         if self._snapshots:
             shown = self._scheduler.snapshot_pages()
             self._answers += [Answer(ticket, shown) for ticket in self._snapshots]

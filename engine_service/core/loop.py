@@ -105,10 +105,12 @@ class CoreLoop:
         self._drain(0.0 if is_busy else idle_s)
         try:
             plan = self._step()
+            batch = self._gather()
         except Exception as failure:
             self._outbox.send([Fatal(f"{type(failure).__name__}: {failure}")])
             raise
-        self._emit()
+        if batch:
+            self._outbox.send(batch)
         # An idle turn is no step's cost; counting it would also change the load of an idle engine.
         if plan is not None or self._num_steps > steps_before:
             self._host_ns += self._own_time_ns() - began
@@ -137,9 +139,10 @@ class CoreLoop:
             self._num_steps += 1
         return plan
 
-    def _emit(self) -> None:
-        """Steps go before the output that may end their sequences, changes of the index before the
-        answers: a snapshot has all that was told before."""
+    def _gather(self) -> list[Event]:
+        """What the turn has to tell; pages are moved here. Steps go before the output that may end
+        their sequences, changes of the index before the answers: a snapshot has all that was told
+        before."""
         now = self._clock()
         output = self._scheduler.emit(heartbeat=now - self._last_output >= self._heartbeat_s)
         batch: list[Event] = [] if self._watch is None else [*self._watch.take(now)]
@@ -149,9 +152,7 @@ class CoreLoop:
             batch.append(output._replace(load=load))
         if changes := self._scheduler.take_kv_events():
             batch.append(KvEvents(self._num_steps, changes))
-        batch += self._controls.answers()
-        if batch:
-            self._outbox.send(batch)
+        return batch + self._controls.answers()
 
     def _drain(self, timeout_s: float) -> None:
         for command in self._inbox.receive(timeout_s):

@@ -19,7 +19,20 @@ from engine_service.pipe import BlockingPipe, PeerGone, unpack
 from engine_service.ranks.broadcast import Ended, Reader
 from engine_service.ranks.group import OpenWorker, RankWorker, sizes_of
 from engine_service.ranks.loading import Told
-from engine_service.ranks.messages import Failed, Here, Loaded, Ran, Start
+from engine_service.ranks.messages import (
+    Failed,
+    Here,
+    Loaded,
+    PagesAwaited,
+    PagesGiven,
+    PagesRead,
+    Ran,
+    ReadPages,
+    Start,
+    WritePages,
+)
+from engine_service.worker.page_shares import bytes_of
+from engine_service.worker.rank_pages import RankPages
 from tidemill.runtime.errors import InternalError, ServiceError
 
 _LOG = logging.getLogger("tidemill.rank")
@@ -57,6 +70,10 @@ def _load(pipe: BlockingPipe, start: Start, open_worker: OpenWorker) -> RankWork
         store=None,
         meet_now=lambda: pipe.send([Here()]),
     )
+
+
+_Order = StepPlan | ReadPages | WritePages
+"""What comes among the plans."""
 
 
 class _Timed(NamedTuple):
@@ -99,6 +116,9 @@ def _run(worker: RankWorker, plans: Reader, pipe: BlockingPipe) -> NoReturn:
     watch, on_device = _Watch(pipe), worker.facts().get("device", "").startswith("cuda")
     while True:
         plan = _next(plans, watch)
+        if not isinstance(plan, StepPlan):
+            _move(worker.pages, plan, pipe)
+            continue
         while flights and flights[0][0] <= plan.settled:
             worker.collect(flights.popleft()[1])
         launched_ns = time.monotonic_ns() if plan.is_timed else 0
@@ -109,12 +129,24 @@ def _run(worker: RankWorker, plans: Reader, pipe: BlockingPipe) -> NoReturn:
             worker.collect(flights.popleft()[1])
 
 
-def _next(plans: Reader, watch: _Watch) -> StepPlan:
-    """The next plan. Meanwhile timed steps in flight are looked at."""
+def _move(own: RankPages, asked: ReadPages | WritePages, pipe: BlockingPipe) -> None:
+    """In its place among the steps: those before it are launched, and none behind it."""
+    match asked:
+        case ReadPages(pages):
+            if not own.share.is_copy:
+                pipe.send([PagesRead(bytearray(bytes_of(own.read(pages))))])
+        case WritePages(pages):
+            pipe.send([PagesAwaited()])
+            (given,) = cast(list[PagesGiven], pipe.receive(None))
+            own.write(pages, own.held.opened(given.content))
+
+
+def _next(plans: Reader, watch: _Watch) -> _Order:
+    """What rank 0 says next. Meanwhile timed steps in flight are looked at."""
     while watch.look():
         with contextlib.suppress(TimeoutError):
-            return cast(StepPlan, unpack(plans.receive(_GLANCE_S)))
-    return cast(StepPlan, unpack(plans.receive()))
+            return cast(_Order, unpack(plans.receive(_GLANCE_S)))
+    return cast(_Order, unpack(plans.receive()))
 
 
 def _tell(pipe: BlockingPipe, failed: Failed) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -20,11 +21,13 @@ from engine_service.core.strategy import Executor
 from engine_service.distributed import Place, abort_all, open_store
 from engine_service.peers import release_all
 from engine_service.pipe import pack
+from engine_service.ranks.group_pages import GroupPages
 from engine_service.ranks.hosts import Hosts
 from engine_service.ranks.loading import Loading, Report
 from engine_service.ranks.messages import Loaded, Start
 from engine_service.ranks.processes import FOLLOWER_MODULE, FollowerProcess
 from engine_service.ranks.watcher import OnLost, Watcher
+from engine_service.worker.rank_pages import RankPages
 from tidemill.runtime.errors import FailedPrecondition, ServiceError
 
 _SIZES = ("num_pages", "page_size", "max_rows", "max_model_len", "dtype", "weight_version")
@@ -37,6 +40,10 @@ _REMEDIES = {
 
 class RankWorker(Executor, Protocol):
     """What every rank runs."""
+
+    @property
+    def pages(self) -> RankPages:
+        """What it holds of the KV."""
 
     def facts(self) -> dict[str, Any]:
         """What loading has found."""
@@ -65,13 +72,21 @@ class RankGroup:
     others have told of timed steps; `close` ends the followers, as does whatever ends this object
     or its process."""
 
-    def __init__(self, own: RankWorker, watcher: Watcher, hosts: Hosts) -> None:
+    def __init__(
+        self, own: RankWorker, watcher: Watcher, hosts: Hosts, num_stages: int = 1
+    ) -> None:
         self.own = own
         self.limits = own.limits
         self.depth = own.depth
         self._watcher = watcher
+        self._num_stages = num_stages
         self.rank_times = watcher.take_times
         self.close = weakref.finalize(self, _close, watcher, hosts, own)
+
+    @cached_property
+    def pages(self) -> GroupPages:
+        """Those of the whole model."""
+        return GroupPages(self.own.pages, self._watcher, self._num_stages)
 
     def launch(self, plan: StepPlan) -> Any:
         """Raises EngineDead once a follower is lost, saying which and why."""
@@ -135,7 +150,7 @@ def open_group(
         if cause is failure:
             raise
         raise cause from failure
-    return RankGroup(own, watcher, hosts)
+    return RankGroup(own, watcher, hosts, config.pipeline_parallel_size)
 
 
 def _refuse_second_group() -> None:

@@ -45,6 +45,34 @@ class Ran(NamedTuple):
     done_ns: int
 
 
+class ReadPages(NamedTuple):
+    """To the followers, among the plans: tell what you hold of these pages, unless it is a copy."""
+
+    pages: tuple[int, ...]
+
+
+class PagesRead(NamedTuple):
+    """The answer: the bytes of worker.page_shares.cut."""
+
+    content: bytearray
+
+
+class WritePages(NamedTuple):
+    """To the followers, among the plans: take what you hold of these pages."""
+
+    pages: tuple[int, ...]
+
+
+class PagesAwaited(NamedTuple):
+    """The answer: it takes them now, so that they do not lie in front of signs of life."""
+
+
+class PagesGiven(NamedTuple):
+    """And what is then told to each: the bytes of its own share."""
+
+    content: bytearray
+
+
 class Loaded(NamedTuple):
     """A follower takes plans from here on. `sizes` must be the same on all ranks."""
 

@@ -18,7 +18,17 @@ from engine_service.child import describe_end, start_child
 from engine_service.pipe import BlockingPipe, PeerGone, pair
 from engine_service.ranks.broadcast import Wires
 from engine_service.ranks.clocks import OtherClock
-from engine_service.ranks.messages import WEIGHTS, Failed, Here, Loaded, Ran, Stage
+from engine_service.ranks.messages import (
+    WEIGHTS,
+    Failed,
+    Here,
+    Loaded,
+    PagesAwaited,
+    PagesGiven,
+    PagesRead,
+    Ran,
+    Stage,
+)
 
 FOLLOWER_MODULE = "engine_service.follower"
 _MOST_TIMES = 1024
@@ -51,6 +61,8 @@ class FollowerProcess:
         self.failed: Failed | None = None
         self.code: int | None = None
         self.times: deque[Ran] = deque(maxlen=_MOST_TIMES)
+        self.pages_read: PagesRead | None = None
+        self.awaits_pages = False
         self._clock = OtherClock()
         self._speaks = True
 
@@ -82,6 +94,17 @@ class FollowerProcess:
         """A follower that is gone is found out elsewhere."""
         with contextlib.suppress(PeerGone):
             self._pipe.send([message])
+
+    def take_pages(self) -> bytearray:
+        """What it has read, once."""
+        told, self.pages_read = self.pages_read, None
+        assert told is not None, f"{self.name} has told no pages"
+        return told.content
+
+    def give_pages(self, content: bytearray) -> None:
+        """What it waits for, once. Blocks until it has taken most of it; raises PeerGone."""
+        self.awaits_pages = False
+        self._pipe.send([PagesGiven(content)])
 
     def look(self, poll: select.poll) -> None:
         """Takes in what has happened; never waits."""
@@ -133,6 +156,10 @@ class FollowerProcess:
                 self.here = True
             case Loaded():
                 self.loaded = message
+            case PagesRead():
+                self.pages_read = message
+            case PagesAwaited():
+                self.awaits_pages = True
             case Failed():
                 self.failed = message
             case _:

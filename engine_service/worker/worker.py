@@ -37,10 +37,10 @@ from engine_service.worker.device import (
 from engine_service.worker.graphs import StepGraphs, capture_steps
 from engine_service.worker.kv_pool import KVPool, KVRoom, count_pages, no_pages, page_bytes
 from engine_service.worker.memory import decides_in_pieces, find_room, free_bytes
-from engine_service.worker.page_store import read_layout
 from engine_service.worker.pool_facts import read_pool_facts
 from engine_service.worker.pool_rows import PoolRows
 from engine_service.worker.program import StepProgram
+from engine_service.worker.rank_pages import RankPages, read_layout
 from engine_service.worker.runner import Runner, StepHandle
 from engine_service.worker.shortage import (
     graphs_advice,
@@ -64,7 +64,7 @@ class Worker:
     """Loads a model, sizes the KV pool and runs step plans.
 
     Public attributes are set once, at start-up: `checkpoint`, `traits`, `resolved`, `dtype`,
-    `device`, `strategies` (by name), `limits`, `depth`, `kv_bytes`, `caches`, `stage_seconds`.
+    `device`, `strategies` (by name), `limits`, `depth`, `kv_bytes`, `pages`, `stage_seconds`.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Worker:
         with self._stage("kv", lambda: pool_advice(self.resolved)):
             pool = self._create_pool(config, room, backend)
             self.kv_bytes = pool.num_pages * page_bytes(backend.shape, self._num_layers)
-            self.caches = pool.caches
+            self.pages = RankPages(pool.caches, self.traits, self.group, self.device)
         with self._stage("tables", lambda: pool_advice(self.resolved)):
             tables = self._create_tables(pool, in_pieces=decides_in_pieces(model))
             for strategy in self.strategies.values():

@@ -13,10 +13,19 @@ import sys
 import time
 
 from engine_service.child import die_with, ignore_stop_signals
-from engine_service.pipe import BlockingPipe
+from engine_service.pipe import BlockingPipe, unpack
 from engine_service.ranks.broadcast import Ended, Reader, Wires
 from engine_service.ranks.guard import Guard
-from engine_service.ranks.messages import Failed, Here, Loaded, Ran, Stage
+from engine_service.ranks.messages import (
+    Failed,
+    Here,
+    Loaded,
+    PagesAwaited,
+    PagesRead,
+    Ran,
+    Stage,
+    WritePages,
+)
 from tidemill.runtime.errors import InternalError, InvalidRequest
 
 
@@ -46,6 +55,14 @@ def main(argv: list[str]) -> int:
     try:
         while True:
             plan = plans.receive()
+            if behaviour.startswith("tells pages"):
+                pipe.send([PagesRead(bytearray(int(behaviour.split()[-1])))])
+            if behaviour == "mirrors pages":
+                if isinstance(unpack(plan), WritePages):
+                    pipe.send([PagesAwaited()])
+                    (given,) = pipe.receive(None)
+                else:
+                    pipe.send([PagesRead(given.content)])
             if behaviour.startswith("is timed"):
                 now = time.monotonic_ns() - int(behaviour.split()[-1])
                 pipe.send([Ran(int(plan), now - 1000, now)])

@@ -17,6 +17,7 @@ import pytest
 
 from engine_service.server import transfer_out
 from engine_service.server.launch import EngineServer
+from engine_service.server.rank_process import RANK_MODULE
 from engine_service.server.state import EngineState
 from frontend.app import FrontendServer
 from frontend.config import FrontendConfig
@@ -32,12 +33,14 @@ PAGE = 16
 TEXT = "the quick brown fox jumps over the lazy dog and goes on to the next field, where it rests. "
 
 
-async def start(folder: Path, role: str, **values: Any) -> EngineServer:
+async def start(
+    folder: Path, role: str, rank_module: str = RANK_MODULE, **values: Any
+) -> EngineServer:
     if not (folder / "config.json").exists():  # its time is part of the weight version
         (folder / "config.json").write_text(json.dumps(MODEL))
     chosen = {"model": str(folder), "load_format": "dummy", "seed": 3, **values}
     sizes = {"max_rows": 4, "page_size": PAGE, "num_pages": 200, "role": role}
-    return await EngineServer.start(config(**{**sizes, **chosen}))
+    return await EngineServer.start(config(**{**sizes, **chosen}), rank_module=rank_module)
 
 
 @asynccontextmanager

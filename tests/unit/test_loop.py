@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from engine_service.core.control import Ask
+from engine_service.core.handoff import EndTransfer
 from engine_service.core.loop import CoreLoop
 from engine_service.core.messages import (
     Abort,
@@ -26,7 +28,7 @@ from engine_service.core.step import StepPlan
 from tests.equivalence.harness import Setup, ToyEngine
 from tests.equivalence.references import reference_ar
 from tests.fakes import ToyModel
-from tidemill.runtime.errors import InternalError, InvalidRequest
+from tidemill.runtime.errors import EngineDead, InternalError, InvalidRequest
 
 BURN_S = 0.1
 """CPU time; a turn of the toys takes a hundredth of it."""
@@ -208,3 +210,17 @@ def test_a_failing_step_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="device lost"):
         loop.run()
     assert wire.sent == [Fatal("RuntimeError: device lost")]
+
+
+def test_a_rank_that_is_lost_over_a_transfer_is_fatal() -> None:
+    class Pages:
+        def take(self, ask: object) -> None:
+            raise EngineDead("rank 1 was killed")
+
+    wire = Wire([Ask(1, EndTransfer(1))])
+    engine = ToyEngine(ToyModel(0), Setup())
+    parts: dict[str, Any] = {"scheduler": engine.scheduler, "executor": engine.executor}
+    loop = CoreLoop(inbox=wire, outbox=wire, transfers=Pages(), **parts)
+    with pytest.raises(EngineDead):
+        loop.run()
+    assert wire.sent == [Fatal("EngineDead: rank 1 was killed")]

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from engine_service.attention.base import LayerCache
+from engine_service.distributed import ALONE
 from engine_service.worker.page_store import PageStore
+from engine_service.worker.rank_pages import RankPages
 
 SHAPE = (6, 4, 2, 8)
 """Pages, slots, heads, head size."""
 
 
-def make(dtype: torch.dtype = torch.float32) -> tuple[PageStore, list[torch.Tensor]]:
+def make(dtype: torch.dtype = torch.float32) -> tuple[RankPages, list[torch.Tensor]]:
     torch.manual_seed(0)
     parts = [torch.randn(SHAPE).to(dtype) for _ in range(4)]
     caches = [LayerCache(k=parts[0], v=parts[1]), LayerCache(k=parts[2], v=parts[3])]
-    return PageStore(caches, torch.device("cpu")), parts
+    traits: Any = SimpleNamespace(num_layers=2, num_kv_heads=SHAPE[2])
+    return RankPages(caches, traits, ALONE, torch.device("cpu")), parts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_known_pages_are_left_out(dtype: torch.dtype, is_shared: bool) -> None:
-    store, parts = make(dtype)
+    pages, parts = make(dtype)
+    store = PageStore(pages)
     before = [part.clone() for part in parts]
     piece = store.read(1, [5, 0, 3], is_shared=is_shared)
     store.write([2, 1], piece, 1)
@@ -42,8 +48,9 @@ def test_the_device_is_waited_for_where_a_write_fails(monkeypatch: pytest.Monkey
         def synchronize(self) -> None:
             waits.append(1)
 
-    store, _ = make()
-    store._stream = Stream()  # type: ignore[assignment]
+    pages, _ = make()
+    store = PageStore(pages)
+    pages._stream = Stream()  # type: ignore[assignment]
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     piece = store.read(1, [0, 1], is_shared=False)
     with pytest.raises(IndexError):

@@ -19,7 +19,7 @@ from engine_service import distributed, parts, peers, rank_worker
 from engine_service.composition import compose
 from engine_service.config import EngineConfig
 from engine_service.core.step import StepPlan
-from engine_service.distributed import FIRST, Group, open_store
+from engine_service.distributed import FIRST, Group, Place, open_store
 from engine_service.kernels.peer_sum import Parts
 from engine_service.peers import PeerSums
 from engine_service.pipe import pack
@@ -31,7 +31,7 @@ from engine_service.ranks.group import RankGroup, open_group
 from engine_service.ranks.hosts import ThisHost
 from tests.service.test_ranks_watched import group, ready
 from tests.waiting import eventually
-from tidemill.runtime.errors import EngineDead, FailedPrecondition, InvalidRequest
+from tidemill.runtime.errors import EngineDead, FailedPrecondition, InvalidRequest, Unsupported
 
 CUDA = torch.device("cuda", 0)
 CONFIG = EngineConfig(model="demo", device="cpu", tensor_parallel_size=2)
@@ -265,6 +265,14 @@ def test_a_number_of_ranks_that_no_group_has_is_refused(size: int, stages: int) 
     with pytest.raises(InvalidRequest, match="1 to 64 ranks") as refused:
         compose(config, lambda *stage: None)
     assert f"tensor_parallel_size is {size}" in refused.value.message
+
+
+def test_a_rank_that_others_started_moves_no_pages() -> None:
+    """It has some of the model, and nobody to ask for the rest."""
+    config = replace(CONFIG, role="decode")
+    with pytest.raises(Unsupported, match="role is 'decode', and only rank 0") as refused:
+        compose(config, lambda *stage: None, Place(0, 2))
+    assert refused.value.param == "role"
 
 
 @pytest.mark.parametrize(("told", "wanted"), [("3", 3), ("4,2", 4), ("", 1), (None, 1)])

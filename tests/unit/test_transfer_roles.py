@@ -22,7 +22,7 @@ from engine_service.server.transfer_in import check_role
 from engine_service.worker.connectors import Inline, Shared, fetch
 from frontend.fleet.same_model import common_facts
 from frontend.messages import EngineFacts
-from tidemill.runtime.errors import FailedPrecondition, ServiceError, Unsupported
+from tidemill.runtime.errors import EngineDead, FailedPrecondition, ServiceError, Unsupported
 from tidemill.v1 import engine_pb2 as pb
 
 
@@ -142,6 +142,20 @@ def test_a_turn_moves_pages_for_a_bounded_time() -> None:
     (refused,) = without.answers()
     assert refused.error is not None
     assert refused.error.reason == "WRONG_ROLE"
+
+
+def test_a_rank_that_is_lost_over_a_transfer_is_no_failed_transfer() -> None:
+    class Pages:
+        def take(self, ask: TransferAsk) -> None:
+            raise EngineDead("rank 1 was killed")
+
+    class Still:
+        is_still = False
+
+    desk = ControlDesk(Still(), None, Pages())  # type: ignore[arg-type]
+    desk.take(Ask(1, EndTransfer(1)))
+    with pytest.raises(EngineDead, match="rank 1 was killed"):
+        desk.answers()
 
 
 @pytest.mark.parametrize("connector", [Inline(), Shared()])

@@ -1,0 +1,92 @@
+"""Reads and writes what one rank holds of whole pages: its layers, and its heads of them.
+
+It does not know whose pages they are, nor the other ranks. Shape legend: worker.page_shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from engine_service.attention.base import LayerCache
+from engine_service.core.handoff import KvLayout
+from engine_service.distributed import Group
+from engine_service.models.base import ModelTraits
+from engine_service.worker.checkpoint import Checkpoint
+from engine_service.worker.page_shares import PageFormat, share_of
+
+
+def read_layout(
+    checkpoint: Checkpoint, traits: ModelTraits, dtype: torch.dtype, page_size: int
+) -> KvLayout:
+    """What a page of the whole model means."""
+    return KvLayout(
+        model_id=checkpoint.model_id,
+        weight_version=checkpoint.weight_version,
+        dtype=str(dtype).removeprefix("torch."),
+        page_size=page_size,
+        num_layers=traits.num_layers,
+        num_kv_heads=traits.num_kv_heads,
+        head_dim=traits.head_dim,
+    )
+
+
+class RankPages:
+    """read, write. What is read is final and what is written is nobody's, so on CUDA both happen
+    beside the step in flight, on a stream of their own.
+
+    Not so in a pipeline: rank 0 knows what it has collected, which later stages may still have to
+    compute. There both come behind all steps that this rank has launched.
+    """
+
+    def __init__(
+        self,
+        caches: Sequence[LayerCache],
+        traits: ModelTraits,
+        group: Group,
+        device: torch.device,
+    ) -> None:
+        """`caches` of this rank's layers. `format` and `held` are what whole pages are and what it
+        has of them, by its `share`."""
+        first = caches[0].k
+        _, page_size, _, head_dim = first.shape
+        num_layers, num_heads = traits.num_layers, traits.num_kv_heads
+        self.format = PageFormat((num_layers, 2, page_size, num_heads, head_dim), first.dtype)
+        self.share = share_of(group, num_layers, num_heads)
+        held = len(self.share.layers), 2, page_size, len(self.share.heads), head_dim
+        self.held = PageFormat(held, first.dtype)
+        self._parts = [part for cache in caches for part in (cache.k, cache.v)]
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._is_staged = group.stage.count > 1
+
+    def read(self, pages: Sequence[int]) -> torch.Tensor:
+        """[N, l, 2, G, k, D] on the host."""
+        with self._beside():
+            index = torch.tensor(pages, device=self._device)
+            found = torch.stack([part.index_select(0, index) for part in self._parts], dim=1)
+            host = found.cpu()
+        return host.unflatten(1, (-1, 2))
+
+    def write(self, pages: Sequence[int], host: torch.Tensor) -> None:
+        """[N, l, 2, G, k, D] on the host."""
+        with self._beside():
+            index = torch.tensor(pages, device=self._device)
+            values = host.flatten(1, 2).to(self._device)
+            for part, value in zip(self._parts, values.unbind(1), strict=True):
+                part.index_copy_(0, index, value)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        if self._is_staged:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:  # whoever gets the pages next writes to them on another stream
+            self._stream.synchronize()

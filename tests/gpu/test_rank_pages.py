@@ -1,0 +1,49 @@
+"""When a rank reads and writes pages beside its steps, and when behind them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine_service.attention.base import LayerCache
+from engine_service.distributed import Group
+from engine_service.stages import Stage
+from engine_service.worker.rank_pages import RankPages
+
+pytestmark = pytest.mark.gpu
+
+LONG = 500_000_000
+"""Clocks that a step takes: more than 0.2 s on any GPU."""
+
+
+def make(num_stages: int) -> tuple[RankPages, torch.Tensor]:
+    device = torch.device("cuda")
+    part = torch.zeros(4, 8, 2, 16, dtype=torch.bfloat16, device=device)
+    traits: Any = SimpleNamespace(num_layers=2 * num_stages, num_kv_heads=2)
+    group = Group(0, 1, Stage(0, num_stages))
+    caches = [LayerCache(k=part, v=part) for _ in range(2)]
+    return RankPages(caches, traits, group, device), part
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_pages_are_moved_behind_the_steps_of_a_stage(num_stages: int) -> None:
+    """Beside them where there is one stage, which has collected what it reads and writes."""
+    pages, part = make(num_stages)
+    ones = torch.ones(1, *pages.held.shape, dtype=torch.bfloat16)
+    pages.write([1], 0 * ones)  # kernels are loaded by now, which waits for the whole device
+    assert not pages.read([1]).any()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    part.fill_(3)
+    found = pages.read([1])
+    assert torch.equal(found, (3 if num_stages > 1 else 0) * ones)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    part.fill_(5)
+    pages.write([1], ones)
+    torch.cuda.synchronize()
+    assert torch.equal(pages.read([1]), (1 if num_stages > 1 else 5) * ones)
+    assert torch.equal(pages.read([0]), 5 * ones)
