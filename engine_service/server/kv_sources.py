@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import grpc
 
 from engine_service.config import EngineConfig
-from tidemill.runtime.errors import FailedPrecondition, ServiceError
+from tidemill.runtime.errors import FailedPrecondition, ServiceError, Unavailable
 from tidemill.runtime.rpc import channel_options, to_error
 from tidemill.security.client_tls import ClientTls, Dialer, Dialing
 
@@ -27,6 +27,14 @@ nothing in at most a tenth of the time."""
 
 _WRONG_NAME = "Hostname Verification Check failed"
 """Of gRPC, and all that it says of a certificate that bears another name."""
+
+_UNSAID = "Internal error from Core"
+"""Of gRPC, where a message could not be sent and the reason has not come yet: nor will it."""
+
+
+def is_unsaid(failure: grpc.RpcError) -> bool:
+    """Whether gRPC has lost the reason of a failure that a new call would name."""
+    return failure.code() is grpc.StatusCode.INTERNAL and failure.details() == _UNSAID
 
 
 class Sources:
@@ -87,10 +95,19 @@ class Sources:
             raise
 
     def error_of(self, failure: grpc.RpcError, address: str) -> ServiceError:
-        """What ended a call to the engine."""
+        """What ended a call to the engine: its own error, or why there is no connection."""
         error = to_error(failure)
-        if _WRONG_NAME not in error.message:
+        is_lost = is_unsaid(failure) or isinstance(error, Unavailable)
+        if failure.trailing_metadata() or not is_lost:
             return error
+        if _WRONG_NAME not in error.message:
+            why = "it broke while a message was sent" if is_unsaid(failure) else error.message
+            return Unavailable(
+                f"no connection to the prefill engine at {address}: {why}; check that it runs, "
+                "that its gRPC port lets this host in, and that either both speak TLS (--tls-cert "
+                "there, --kv-tls-ca here) or neither does",
+                reason="KV_SOURCE_UNREACHABLE",
+            )
         name = "the host of its address" if self._tls_name is None else f"{self._tls_name!r}"
         return FailedPrecondition(
             f"the certificate of the prefill engine at {address} does not bear the name that is "

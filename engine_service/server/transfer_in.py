@@ -30,7 +30,7 @@ from engine_service.core.handoff import (
 from engine_service.core.messages import Abort, Command, Submit
 from engine_service.server import convert_transfer as convert
 from engine_service.server.asks import Asks
-from engine_service.server.kv_sources import Sources
+from engine_service.server.kv_sources import Sources, is_unsaid
 from engine_service.server.same_host import shared_host
 from engine_service.server.transfer_counts import RECEIVED, TransferCounts
 from tidemill.runtime.errors import FailedPrecondition, Overloaded, ServiceError, Unsupported
@@ -38,6 +38,8 @@ from tidemill.v1 import engine_pb2_grpc as rpc
 
 _LOOK_S = 0.1
 """How often it is asked whether there is room for a prompt's KV."""
+_REASON_S = 0.5
+"""How long requests wait for nothing but the reason why they have waited for nothing."""
 _LOG = logging.getLogger("tidemill.engine")
 
 
@@ -157,11 +159,31 @@ class Fetches:
         try:
             await self._fetch(fetch.first, address)
         except grpc.RpcError as failure:
+            if is_unsaid(failure):
+                failure = await self._reason(address) or failure
             self._tell(self._sources.error_of(failure, address), address)
         except ServiceError as error:
             self._tell(error, address)
         except Exception:  # a bug here must not cost the request
             _LOG.exception("fetching KV failed", extra={"source": address})
+
+    async def _reason(self, address: str) -> grpc.RpcError | None:
+        """Why there is no connection; None: there is one, or nobody knows so soon. Only a call that
+        sends nothing is sure to hear it."""
+        stream = await self._open(address)
+        try:
+            async with asyncio.timeout(_REASON_S):
+                await stream.read()
+        except grpc.RpcError as failure:
+            return failure
+        except TimeoutError:
+            pass
+        finally:
+            stream.cancel()
+        return None
+
+    async def _open(self, address: str) -> Any:
+        return rpc.KvTransferServiceStub(await self._sources.channel(address)).Transfer()
 
     def _tell(self, error: ServiceError, address: str) -> None:
         _LOG.warning("no KV from %s, it is computed here: %s", address, error.message)
@@ -178,8 +200,7 @@ class Fetches:
                 begun = await self._with_room(begun)
             if begun.num_found < begun.num_tokens:
                 with self._counts.transfer(layout.model_id, RECEIVED) as counted:
-                    channel = await self._sources.channel(address)
-                    stream = rpc.KvTransferServiceStub(channel).Transfer()
+                    stream = await self._open(address)
                     try:
                         host = "" if self._sources.is_apart(address) else self._host
                         with self._sources.reaching(address):

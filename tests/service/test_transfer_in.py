@@ -90,6 +90,7 @@ class Target:
     def __init__(self, connector: str, **flags: Any) -> None:
         self.asks, self.sources, self.addresses = Asks(), [Source(), Source()], []
         self.passed: list[Submit] = []
+        self.servers: list[grpc.aio.Server] = []
         chosen = config(kv_connector=connector, **flags)
         asks: Any = self.asks
         forward: Callable[[Any], None] = self.passed.append
@@ -127,7 +128,7 @@ def listen(server: grpc.aio.Server, shown: Pair | None) -> int:
 async def target(connector: str, shown: Pair | None = None, **flags: Any) -> AsyncIterator[Target]:
     """Its sources speak TLS where they have a certificate to show."""
     made = Target(connector, **flags)
-    servers = []
+    servers = made.servers
     for source in made.sources:
         servers.append(grpc.aio.server())
         rpc.add_KvTransferServiceServicer_to_server(source, servers[-1])
