@@ -50,6 +50,9 @@ class EngineConfig:
     kv_tls_ca: str | None = None
     """PEM file of the CA of the prefill engines' certificates: a decode engine speaks TLS with them
     and shows its own certificate (tls_cert), if it has one."""
+    kv_tls_name: str | None = None
+    """Name in the prefill engines' certificates; default: the host of each one's address, which in
+    Kubernetes is often the IP of a pod."""
     max_model_len: int | None = None
     """Longest prompt + output in tokens; default: the checkpoint's own limit."""
     page_size: int | None = None

@@ -50,11 +50,12 @@ def _serve(pipe: BlockingPipe) -> int:
         pipe.send([Progress("warm-up", 0, 0)])
         warm_up(engine.scheduler, engine.executor, engine.facts)
     except ServiceError as error:
-        pipe.send([Fatal(error.message)])
+        pipe.send([Fatal(error.message, is_refusal=error.http_status < 500)])
         return 1
     except ModuleNotFoundError as missing:
         _LOG.error("start-up needs %s", missing.name)
-        pipe.send([Fatal(f"{missing.name} is not installed: pip install 'tidemill[engine]'")])
+        advice = f"{missing.name} is not installed: pip install 'tidemill[engine]'"
+        pipe.send([Fatal(advice, is_refusal=True)])
         return 1
     except Exception as bug:
         _LOG.exception("start-up failed")

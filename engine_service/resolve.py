@@ -18,7 +18,7 @@ CANVAS_BLOCK = 32
 """Positions that a row of a full-canvas model decides on at once, unless a request says more."""
 _LOGIT_CHUNK_BYTES = 256 << 20
 """float32 logits that exist at once; sampling needs about eight times as much beside them."""
-_TRANSFER_FLAGS = ("kv_connector", "kv_transfer_timeout_s", "kv_tls_ca")
+_TRANSFER_FLAGS = ("kv_connector", "kv_transfer_timeout_s", "kv_tls_ca", "kv_tls_name")
 """Read by engines that move KV. Prefill and decode engines may be given the same ones."""
 _DEFAULTS = EngineConfig()
 

@@ -57,6 +57,7 @@ class Call:
         self._error: ServiceError | None = None
         self._is_announced = self._may_read = False
         self._arrived: Callable[[int], None] | None = None
+        self._heard_of: Callable[[], None] | None = None
         self.has_begun = False
         """Whether anything of any sequence has arrived."""
 
@@ -69,6 +70,10 @@ class Call:
         """From now on the reader is woken for the last finish only, for an error, or when the
         mailbox fills up. `arrived(index)` is called when tokens of a sequence come."""
         self._arrived = arrived
+
+    def when_heard_of(self, heard_of: Callable[[], None]) -> None:
+        """`heard_of` is called once, with the first news or when none will come any more."""
+        self._heard_of = heard_of
 
     async def read(self) -> list[Delta]:
         """Everything new, at least one delta; raises the request's error once all is read."""
@@ -93,6 +98,7 @@ class Call:
         """Nothing arrives afterwards; what still runs is aborted, unless the caller knows that
         the engine will end it by itself. Idempotent."""
         self._rounds.back(self)
+        self._tell()
         live, self._live = sorted(self._live), set()
         if live:
             self._release(live, abort)
@@ -141,6 +147,7 @@ class Call:
     def fail(self, error: ServiceError) -> None:
         """Ends the whole request; what has arrived can still be read."""
         self._live.clear()
+        self._tell()
         self._error = self._error or error
         self.wake()
 
@@ -152,6 +159,11 @@ class Call:
         self._waiter.set_result(None)
         return True
 
+    def _tell(self) -> None:
+        heard_of, self._heard_of = self._heard_of, None
+        if heard_of is not None:
+            heard_of()
+
     def _count(self, entries: list[TokenLogprobs]) -> None:
         self._num_unread_bytes += sum(_BYTES_PER_ALTERNATIVE * len(e.token_ids) for e in entries)
 
@@ -160,6 +172,8 @@ class Call:
         if delta is None:
             delta = self._unread[index] = Delta(index)
             self.has_begun = True
+            if self._heard_of is not None:
+                self._tell()
         if self._arrived is None or self._num_unread_bytes > _PATIENCE_BYTES:
             self._announce()
         return delta

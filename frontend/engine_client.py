@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,8 @@ class EngineClient:
 
     `on_connected` is awaited with the engine's facts before requests are accepted, `on_change` is
     called when a session has been opened, and when one that was open is lost. `load` is the
-    engine's last report, `facts` what it said of itself while its session is open; `last_error`
-    says why there is none.
+    engine's last report, which came at `reported_at` (seconds of the loop), `facts` what it said of
+    itself while its session is open; `last_error` says why there is none.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class EngineClient:
         self.num_pooling = 0
         """Prompts that are being pooled there. Written by engine_pool."""
         self._pooling_at_report = 0
-        self.load = Load()
+        self.load, self.reported_at = Load(), -math.inf
         self.last_error = f"no connection to the engine at {self.address} yet"
         self._last_reason, self._is_retriable = "", True
 
@@ -286,7 +287,7 @@ class EngineClient:
 
     def _on_report(self, report: pb.LoadReport) -> None:
         """Raises Unavailable when the core has been stuck for too long with requests of ours."""
-        self.load = convert.to_load(report)
+        self.load, self.reported_at = convert.to_load(report), asyncio.get_running_loop().time()
         self._slots.reported(convert.known_submits(report))
         self._pooling_at_report = self.num_pooling
         self._alive.reported(report.engine_silence_ms / 1000, is_stalled=report.stalled)

@@ -5,7 +5,7 @@ It does not know what a request asks for, only whose it is and how long.
 
 from __future__ import annotations
 
-from engine_service.core.messages import Reject, Submit
+from engine_service.core.messages import FinishReason, Reject, Submit
 from engine_service.core.params import SchedulerLimits
 from engine_service.core.policy.bounds import Found, QueueBounds, QueueLimits
 from engine_service.core.policy.fair import FairQueue
@@ -13,6 +13,8 @@ from engine_service.core.request import Request
 from tidemill.runtime.errors import Overloaded
 
 _TOKEN_BYTES = 4
+_GIVEN_UP = (FinishReason.ABORTED, FinishReason.DEADLINE)
+"""Ends that the caller chose, not the request."""
 
 
 class Gate:
@@ -62,6 +64,6 @@ class Gate:
         what = f"the queue is full, and {given_up.fairness_key!r} has most requests in it"
         return Reject(given_up.key, self._bounds.refusal(what, found))
 
-    def note(self, stay_ns: int) -> None:
+    def note(self, stay_ns: int, now_ns: int, reason: FinishReason) -> None:
         """A request gave its row back for good, so long after it got it."""
-        self._bounds.note(stay_ns)
+        self._bounds.note(stay_ns, now_ns, is_given_up=reason in _GIVEN_UP)

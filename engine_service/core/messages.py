@@ -253,6 +253,14 @@ class Fatal(NamedTuple):
     """The core is about to end. Nothing will be healed."""
 
     message: str
+    is_refusal: bool = False
+    """Nothing broke: it will not start with the flags, files or packages that it was given."""
+
+    @property
+    def words(self) -> str:
+        """What everybody is told who asks for the core."""
+        told = "cannot start" if self.is_refusal else "the engine core is gone"
+        return f"{told}: {self.message}"
 
 
 Event = (

@@ -291,7 +291,8 @@ class Scheduler:
             self._release(request)
 
     def _release(self, request: Request) -> None:
-        if request.row >= 0 and request.started_ns is not None:
-            self._gate.note(self._clock() - request.started_ns)
+        if request.row >= 0 and request.started_ns is not None and request.ending is not None:
+            now = self._clock()
+            self._gate.note(now - request.started_ns, now, request.ending.reason)
         self.planner.leave(request)
         del self._requests[request.key]

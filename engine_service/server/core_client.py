@@ -104,7 +104,7 @@ class CoreClient(asyncio.Protocol):
         self._live_ids: dict[str, set[int]] = {}
         self._ended_ids: OrderedDict[str, None] = OrderedDict()
         self._split: tuple[list[int], list[tuple[Sink, list[int], list[int]]]] = ([], [])
-        self._last_words = ""
+        self._last_words: Fatal | None = None
         self._heard_ns = time.monotonic_ns()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -154,7 +154,7 @@ class CoreClient(asyncio.Protocol):
             self._send(Abort(key))
         return True if keys else (False if request_id in self._ended_ids else None)
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, why: Fatal) -> None:
         """The core is taken for dead, whatever its process does."""
         self._last_words = self._last_words or why
         self.close()
@@ -218,14 +218,14 @@ class CoreClient(asyncio.Protocol):
                 case Answer():
                     self.asks.settle(event)
                 case Fatal():  # its process may hang where it should end, if the device is broken
-                    self.give_up(event.message)
+                    self.give_up(event)
                 case _:
                     raise TypeError(f"the core sent a {type(event).__name__}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        cause = self._last_words or self._post_mortem()
+        cause = self._last_words or Fatal(self._post_mortem())
         self._beats = False
-        self.lost = EngineDead(f"the engine core is gone: {cause}")
+        self.lost = EngineDead(cause.words)
         self.fail_all(self.lost)
         self.asks.fail_all(self.lost)
         self._listener.lost(self.lost)

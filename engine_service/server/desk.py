@@ -18,7 +18,7 @@ from engine_service.config import EngineConfig
 from engine_service.core.control import SnapshotPages
 from engine_service.core.facts import EngineFacts
 from engine_service.core.journal import KvEvents
-from engine_service.core.messages import Load, Progress, RankTrace, Ready, StepTrace, Submit
+from engine_service.core.messages import Fatal, Load, Progress, RankTrace, Ready, StepTrace, Submit
 from engine_service.server.core_client import CoreClient, Sink
 from engine_service.server.health import memory_in_use
 from engine_service.server.kv_feed import KvFeed
@@ -174,7 +174,8 @@ class Desk:
             detail = self._silence_text() if stalled else self._finished_text()
             self.board.observe(self.load, detail, stalled=stalled)
             if stalled and 0 < self.config.hang_timeout_s < silence_s:
-                self.core.give_up(f"it has said nothing for {silence_s:.0f} s (--hang-timeout-s)")
+                words = f"it has said nothing for {silence_s:.0f} s (--hang-timeout-s)"
+                self.core.give_up(Fatal(words))
             news = (*self.load[:_ROUTED_BY], stalled)
             if turn % _TICKS_PER_REPORT == 0 or news != told:
                 told, report = news, self.report

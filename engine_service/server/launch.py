@@ -13,7 +13,7 @@ from collections.abc import Callable
 import grpc
 
 from engine_service.config import EngineConfig
-from engine_service.core.messages import Shutdown
+from engine_service.core.messages import Fatal, Shutdown
 from engine_service.server.desk import Desk
 from engine_service.server.metrics_port import MetricsPort
 from engine_service.server.rank_process import RANK_MODULE, RankProcess
@@ -136,7 +136,7 @@ class EngineServer:
         """Without its ticker, or who tells its health, an engine would look well for ever."""
         if not task.cancelled() and (bug := task.exception()) is not None:
             _LOG.error("the engine server failed", exc_info=bug)
-            self.desk.core.give_up(f"its server failed: {type(bug).__name__}: {bug}")
+            self.desk.core.give_up(Fatal(f"its server failed: {type(bug).__name__}: {bug}"))
 
     async def _follow(self, on_state: Callable[[Snapshot], None] | None) -> None:
         """Health follows the state: alive until the core is dead, ready only while serving."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,22 +30,16 @@ from engine_service.core.handoff import (
 from engine_service.core.messages import Abort, Command, Submit
 from engine_service.server import convert_transfer as convert
 from engine_service.server.asks import Asks
+from engine_service.server.kv_sources import Sources, is_unsaid
 from engine_service.server.same_host import shared_host
 from engine_service.server.transfer_counts import RECEIVED, TransferCounts
 from tidemill.runtime.errors import FailedPrecondition, Overloaded, ServiceError, Unsupported
-from tidemill.runtime.rpc import channel_options, to_error
-from tidemill.security.client_tls import ClientTls, Dialer, Dialing
 from tidemill.v1 import engine_pb2_grpc as rpc
 
-_MAX_SOURCES = 64
-"""Prefill engines that a connection is kept to; the oldest one is closed."""
-_APART_S = 60.0
-"""How long an engine whose memory could not be read is asked for messages: it may just be gone."""
 _LOOK_S = 0.1
 """How often it is asked whether there is room for a prompt's KV."""
-_REST = 9
-"""An engine is left alone for so many times what it took not to reach it, so that prompts wait for
-nothing in at most a tenth of the time."""
+_REASON_S = 0.5
+"""How long requests wait for nothing but the reason why they have waited for nothing."""
 _LOG = logging.getLogger("tidemill.engine")
 
 
@@ -88,19 +82,11 @@ class Fetches:
         self._asks = asks
         self._forward = forward
         self._counts = counts
-        tls = None
-        if config.kv_tls_ca is not None:
-            tls = ClientTls(config.kv_tls_ca, config.tls_cert, config.tls_key)
-        self._dialing = Dialing(channel_options(config.max_message_bytes), tls)
-        self._sources: dict[str, tuple[Dialer, grpc.aio.Channel | None]] = {}
+        self._sources = Sources(config)
         self._fetches: dict[tuple[object, ...], _Fetch] = {}
         self._fetch_of: dict[int, _Fetch] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._host = shared_host() if config.kv_connector != "grpc" else ""
-        self._apart: dict[str, float] = {}
-        """Until when engines are not asked for shared memory, by address."""
-        self._resting: dict[str, float] = {}
-        """Until when engines are not asked at all, by address."""
         self._room = asyncio.Lock()
         """Of who waits next for pages."""
         self.layout: KvLayout | None = None
@@ -129,17 +115,14 @@ class Fetches:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for _, channel in self._sources.values():
-            if channel is not None:
-                await channel.close()
-        self._sources.clear()
+        await self._sources.close()
 
     def _hold(self, submit: Submit) -> None:
         """Sequences of one prompt share a fetch. One whose prompt is scored has to be computed,
         and more than may wait in the queue are not held: the core takes them by its rules."""
         is_scored = submit.sampling.prompt_logprobs is not None
         address = submit.kv_source.address if submit.kv_source else ""
-        rests = self._resting.get(address, 0.0) > time.monotonic()
+        rests = self._sources.rests(address)
         if is_scored or rests or self.num_held >= self._config.max_queued_requests:
             self._forward(replace(submit, kv_source=None))
             return
@@ -176,18 +159,36 @@ class Fetches:
         try:
             await self._fetch(fetch.first, address)
         except grpc.RpcError as failure:
-            self._tell(to_error(failure), address)
+            if is_unsaid(failure):
+                failure = await self._reason(address) or failure
+            self._tell(self._sources.error_of(failure, address), address)
         except ServiceError as error:
             self._tell(error, address)
         except Exception:  # a bug here must not cost the request
             _LOG.exception("fetching KV failed", extra={"source": address})
 
+    async def _reason(self, address: str) -> grpc.RpcError | None:
+        """Why there is no connection; None: there is one, or nobody knows so soon. Only a call that
+        sends nothing is sure to hear it."""
+        stream = await self._open(address)
+        try:
+            async with asyncio.timeout(_REASON_S):
+                await stream.read()
+        except grpc.RpcError as failure:
+            return failure
+        except TimeoutError:
+            pass
+        finally:
+            stream.cancel()
+        return None
+
+    async def _open(self, address: str) -> Any:
+        return rpc.KvTransferServiceStub(await self._sources.channel(address)).Transfer()
+
     def _tell(self, error: ServiceError, address: str) -> None:
         _LOG.warning("no KV from %s, it is computed here: %s", address, error.message)
         if error.reason == "KV_SHARED" and self._config.kv_connector == "auto":
-            now = time.monotonic()
-            self._apart = {one: until for one, until in self._apart.items() if until > now}
-            self._apart[address] = now + _APART_S
+            self._sources.part(address)
 
     async def _fetch(self, submit: Submit, address: str) -> None:
         layout, method = self.layout, submit.decoding.method or ""
@@ -199,11 +200,10 @@ class Fetches:
                 begun = await self._with_room(begun)
             if begun.num_found < begun.num_tokens:
                 with self._counts.transfer(layout.model_id, RECEIVED) as counted:
-                    stream = rpc.KvTransferServiceStub(await self._channel(address)).Transfer()
+                    stream = await self._open(address)
                     try:
-                        is_apart = self._apart.get(address, 0.0) > time.monotonic()
-                        host = "" if is_apart else self._host
-                        with self._reaching(address):
+                        host = "" if self._sources.is_apart(address) else self._host
+                        with self._sources.reaching(address):
                             await stream.write(convert.opening(submit, begun, layout, host))
                         is_whole = await self._receive(stream, begun, layout.model_id, host)
                         await stream.done_writing()
@@ -228,22 +228,6 @@ class Fetches:
         except TimeoutError:
             raise Overloaded(f"its pages found no room for {limit_s:g} s") from None
         return begun
-
-    @contextmanager
-    def _reaching(self, address: str) -> Iterator[None]:
-        """Around what waits for a connection: in vain, too, when it took all the time there is.
-        That a client has left says nothing of an engine."""
-        began = time.monotonic()
-        try:
-            yield
-        except (grpc.RpcError, asyncio.CancelledError) as failure:
-            now, most_s = time.monotonic(), self._config.kv_transfer_timeout_s
-            if isinstance(failure, asyncio.CancelledError) and now - began < 0.9 * most_s:
-                raise
-            self._resting = {one: until for one, until in self._resting.items() if until > now}
-            rested = now + min(_APART_S, _REST * (now - began))
-            self._resting[address] = max(rested, self._resting.get(address, 0.0))
-            raise
 
     async def _receive(self, stream: Any, begun: Begun, model: str, host: str) -> bool:
         """Whether all of it has come and found room."""
@@ -273,14 +257,3 @@ class Fetches:
                 "one user with it, or pass --kv-connector auto",
                 reason="KV_SHARED",
             )
-
-    async def _channel(self, address: str) -> grpc.aio.Channel:
-        dialer, channel = self._sources.pop(address, (None, None))
-        dialer = dialer or self._dialing.dialer(address)
-        channel = await dialer.fresh(channel)
-        self._sources[address] = (dialer, channel)
-        if len(self._sources) > _MAX_SOURCES:
-            _, oldest = self._sources.pop(next(iter(self._sources)))
-            if oldest is not None:
-                await oldest.close()
-        return channel

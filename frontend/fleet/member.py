@@ -10,6 +10,7 @@ from typing import Any
 
 from frontend.engine_client import EngineClient
 from frontend.fleet.outlier import Outlier
+from frontend.fleet.prefill_picks import PrefillPicks
 from frontend.fleet.views import EngineView
 
 
@@ -19,6 +20,7 @@ class Member:
     def __init__(self, client: EngineClient) -> None:
         self.client = client
         self.outlier = Outlier()
+        self.picks = PrefillPicks()
         self.is_leaving = False
         """Discovery does not name it any more: it finishes what it has."""
         self.num_routed = 0
@@ -52,6 +54,7 @@ class Member:
         """What a routing policy sees."""
         client, load, facts = self.client, self.client.load, self.client.facts
         sent, sent_tokens = client.sent
+        picked, picked_tokens = self.picks.unknown(client.reported_at)
         page = facts.page_size if facts is not None else 0
         return EngineView(
             address=client.address,
@@ -62,8 +65,8 @@ class Member:
             kv_tokens=load.pages_total * page,
             max_rows=facts.max_rows if facts is not None else 0,
             max_queued=facts.max_queued_requests if facts is not None else 0,
-            sent=sent,
-            sent_tokens=sent_tokens,
+            sent=sent + picked,
+            sent_tokens=sent_tokens + picked_tokens,
         )
 
     def told(self) -> dict[str, Any]:

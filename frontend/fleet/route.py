@@ -64,12 +64,19 @@ class Route:
             prompt, salt = sequences[0].prompt, sequences[0].cache_salt
             member = self._choose(prompt, salt)
             source = self._source_for(member, prompt, salt)  # of this engine, not of the one before
-            asked = [replace(one, kv_source=source) for one in sequences] if source else sequences
+            asked = sequences
+            if source is not None:
+                asked = [replace(one, kv_source=source.client.address) for one in sequences]
             try:
-                return member.client.open(request_id, asked, timeout_ms=timeout_ms, trace=trace)
+                call = member.client.open(request_id, asked, timeout_ms=timeout_ms, trace=trace)
             except Overloaded as full:
                 if not self._may_try(full) or not self._leaves(member, full):
                     raise
+                continue
+            if source is not None:
+                now = asyncio.get_running_loop().time()
+                call.when_heard_of(source.picks.add({one.prompt for one in sequences}, now))
+            return call
 
     async def pool(
         self,
@@ -179,15 +186,15 @@ class Route:
                 self._fleet.live[self._tenant] += 1
         return member
 
-    def _source_for(self, member: Member, packed: bytes, salt: str) -> str:
-        """The address of a prefill engine, for a decode engine. '': there is none, or no need:
-        then the prompt is computed where it goes on."""
+    def _source_for(self, member: Member, packed: bytes, salt: str) -> Member | None:
+        """A prefill engine, for a decode engine. None: there is none, or no need: then the prompt
+        is computed where it goes on."""
         if member.role != "decode" or not self._fleet.usable(prefills=True):
-            return ""
+            return None
         view = self._view_of(packed, salt)
         source = self._fleet.pick(view, but_not=lambda one: False, prefills=True)
         source.num_routed += 1
-        return source.client.address
+        return source
 
     def _view_of(self, packed: bytes, salt: str) -> Callable[[int], RequestView]:
         """What policies see of the request, by its number."""

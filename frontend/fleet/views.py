@@ -18,8 +18,9 @@ class EngineView(NamedTuple):
     """One engine as its last report has it, and what this frontend did since.
 
     `sent` is the number of sequences sent less those that ended since the report, so it may be
-    negative; `sent_tokens` are their prompts'. 0 for `max_rows`, `max_queued` and `kv_tokens` means
-    that the engine did not say.
+    negative, or that of prompts which decode engines were told to fetch from there and the report
+    does not know; `sent_tokens` are their prompts'. 0 for `max_rows`, `max_queued` and `kv_tokens`
+    means that the engine did not say.
     """
 
     address: str

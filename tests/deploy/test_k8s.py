@@ -36,7 +36,7 @@ every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
 
 def test_the_overlays() -> None:
-    names = {"single-node", "demo", "mtls", "tensor-parallel", *WANTED}
+    names = {"single-node", "demo", "mtls", "tensor-parallel", "prefill-decode", *WANTED}
     assert set(OVERLAYS) == names
     for overlay, kinds in WANTED.items():
         assert kinds <= {resource["kind"] for resource in render(overlay)}
@@ -172,9 +172,11 @@ def test_services_and_policies_find_their_pods(overlay: str) -> None:
     every = manifests.pods(resources)
     for service in of_kind(resources, "Service"):
         chosen = [pod for pod in every if pod.matches(service["spec"]["selector"])]
-        assert len(chosen) == 1, f"{name_of(service)} selects {[pod.owner for pod in chosen]}"
+        is_of_roles = (overlay, name_of(service)) == ("prefill-decode", "tidemill-engine-pods")
+        owners = [pod.owner for pod in chosen]
+        assert len(owners) == 1 + is_of_roles, f"{name_of(service)} selects {owners}"
         for port in service["spec"]["ports"]:
-            assert port["targetPort"] in chosen[0].ports(), f"{name_of(service)}: {port}"
+            assert all(port["targetPort"] in pod.ports() for pod in chosen), name_of(service)
             assert port["appProtocol"] in ("grpc", "http")
     for policy in of_kind(resources, "NetworkPolicy"):
         chosen = [pod for pod in every if pod.matches(policy["spec"]["podSelector"]["matchLabels"])]
@@ -199,7 +201,11 @@ def admitted(resources: list[Resource], port: str) -> list[dict[str, Any]]:
     return [peer for rule in rules for peer in rule.get("from", [{}])]
 
 
-@pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "inference-pool"])
+OTHERWISE = {"inference-pool", "prefill-decode"}
+"""Overlays whose engines are reached by others too, or in another way."""
+
+
+@pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name not in OTHERWISE])
 def test_engines_are_for_frontends_alone(overlay: str) -> None:
     resources = render(overlay)
     frontends = [pod for pod in manifests.pods(resources) if "frontend" in pod.owner]
@@ -209,6 +215,10 @@ def test_engines_are_for_frontends_alone(overlay: str) -> None:
         assert "namespaceSelector" not in peer
         assert len([pod for pod in frontends if pod.matches(labels)]) == 1
     assert len(admitted(resources, "grpc")) == len(frontends)
+    check_outsiders(resources)
+
+
+def check_outsiders(resources: list[Resource]) -> None:
     # These pods are not ours: their labels are those that k8s/README.md names, and no others.
     for port, namespace, labels in OUTSIDERS:
         peers = admitted(resources, port)
@@ -216,6 +226,28 @@ def test_engines_are_for_frontends_alone(overlay: str) -> None:
         for peer in peers:
             assert peer.get("namespaceSelector", {}).get("matchLabels", {}) == namespace
             assert peer["podSelector"]["matchLabels"] == labels
+
+
+def test_decode_engines_reach_prefill_engines_and_nobody_those_that_decode() -> None:
+    resources = render("prefill-decode")
+    every = manifests.pods(resources)
+    found = {}
+    for policy in of_kind(resources, "NetworkPolicy"):
+        (own,) = [pod for pod in every if pod.matches(policy["spec"]["podSelector"]["matchLabels"])]
+        callers = [
+            pod.owner
+            for peer in (admitted([policy], "grpc") if "engine" in own.owner else [])
+            for pod in every
+            if pod.matches(peer["podSelector"]["matchLabels"]) and "namespaceSelector" not in peer
+        ]
+        found[own.owner] = sorted(callers)
+    frontend, prefill, decode = (
+        "Deployment/tidemill-frontend",
+        "StatefulSet/tidemill-engine-prefill",
+        "StatefulSet/tidemill-engine-decode",
+    )
+    assert found == {frontend: [], prefill: [frontend, decode], decode: [frontend]}
+    check_outsiders(resources)
 
 
 def test_a_pod_of_the_pool_shows_its_frontend_alone() -> None:

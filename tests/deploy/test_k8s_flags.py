@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -60,6 +61,21 @@ def test_the_pods_of_a_group_share_its_ranks() -> None:
         (mount,) = (m for m in container["volumeMounts"] if m["name"] == "group")
         assert config.group_token_file == f"{mount['mountPath']}/token"
     assert ranks == list(range(config.tensor_parallel_size))
+
+
+def test_engines_of_both_roles_fit_and_are_found() -> None:
+    """KV is refused between engines that differ in more than this."""
+    resources = render("prefill-decode")
+    by_role = {config.role: asdict(config) for _, config in configs(resources, "engine")}
+    assert by_role.keys() == {"prefill", "decode"}
+    apart = {name for name, value in by_role["prefill"].items() if value != by_role["decode"][name]}
+    assert apart == {"role", "kv_transfer_timeout_s"}
+    assert by_role["decode"]["kv_connector"] == "grpc", "pods share no process namespace"
+    services = {name_of(one): one["spec"]["selector"] for one in of_kind(resources, "Service")}
+    ((_, frontend),) = configs(resources, "frontend")
+    host = frontend.engine.removeprefix("dns:///").partition(":")[0]
+    asked = [pod.owner for pod in manifests.pods(resources) if pod.matches(services[host])]
+    assert asked == [f"StatefulSet/tidemill-engine-{role}" for role in sorted(by_role)]
 
 
 @every_overlay

@@ -59,6 +59,18 @@ def test_port_in_use(tmp_path: Path, verb: str, flag: str) -> None:
     assert "Traceback" not in service.log
 
 
+def test_flags_that_do_not_fit_are_told_alone(tmp_path: Path) -> None:
+    """Nothing is lost or gone: the flag, its value and the fix are all there is to say."""
+    with running(tmp_path, "engine", "demo", "--engine-port=0", "--kv-connector=shm") as service:
+        assert service.wait() == 1
+    refusal = (
+        "cannot start: kv_connector is 'shm', which only engines that move KV read; leave it out, "
+        "or pass --role prefill or --role decode; this process ends"
+    )
+    assert f'"{refusal}"' in service.log.splitlines()[-1]
+    assert "gone" not in service.log
+
+
 # ---------------------------------------------------------------- files
 
 

@@ -179,8 +179,9 @@ def main() -> None:
     if config.model == "fake-broken":
         pipe.send([Fatal("CUDA error: an illegal memory access was encountered")])
         time.sleep(600)
-    if config.model == "fake-fatal":
-        pipe.send([Fatal("the fake model has no weights")])
+    if config.model in ("fake-fatal", "fake-refused"):
+        is_refusal = config.model == "fake-refused"
+        pipe.send([Fatal("the fake model has no weights", is_refusal)])
         return
     pipe.send([Ready(FACTS)])
     core = FakeCore()

@@ -156,10 +156,14 @@ async def test_killed_core_ends_every_request_and_says_why() -> None:
         await until_health(server, "liveness", NOT_SERVING)
 
 
-async def test_last_words_of_a_core_that_cannot_start() -> None:
-    async with engine(model="fake-fatal", wait=False) as server:
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [("fake-fatal", "the engine core is gone: "), ("fake-refused", "cannot start: ")],
+)
+async def test_last_words_of_a_core_that_cannot_start(model: str, words: str) -> None:
+    async with engine(model=model, wait=False) as server:
         await until(lambda: server.desk.board.state is EngineState.ERROR)
-        assert "the fake model has no weights" in server.desk.board.snapshot.detail
+        assert server.desk.board.snapshot.detail == f"{words}the fake model has no weights"
 
 
 async def test_a_taken_port_is_a_clear_error_and_leaves_no_process() -> None:

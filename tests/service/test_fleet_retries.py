@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,32 @@ async def test_engines_of_either_role_take_turns(tmp_path: Path) -> None:
         for _ in range(8):
             assert (await ask(client)).status_code == 200
         assert [one.num_routed for one in members] == [4] * 4
+
+
+async def test_picks_of_prefill_engines_count_before_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A burst is shared by them, whatever was true when they last said how they are loaded."""
+    monkeypatch.setattr("frontend.fleet.prefill_picks.ON_THE_WAY_S", math.inf)
+    limits = pb.EngineLimits(max_rows=64)
+    async with fleet(tmp_path, 3, limits=limits, waiting=0) as served, served.http() as client:
+        members = served.desk.fleet.members
+        decode, idle, busy = members
+        for one, role in zip(members, ("decode", "prefill", "prefill"), strict=True):
+            assert one.client.facts is not None
+            one.client.facts = replace(one.client.facts, role=role)
+        served.engines[port(busy.client)].waiting = 2
+        await until(lambda: busy.client.load.waiting == 2)
+        engine = served.engines[port(decode.client)]
+        engine.hold = True
+        asked = [asyncio.create_task(ask(client)) for _ in range(16)]
+        await until(lambda: len(engine.submits) == 16)
+        told = Counter(spec.kv_source.address for spec in engine.submits)
+        assert told == {idle.client.address: 9, busy.client.address: 7}
+        assert [one.view().outstanding for one in (idle, busy)] == [9, 9]
+        engine.hold = False
+        assert {(await one).status_code for one in asked} == {200}
+        assert [one.view().sent for one in (idle, busy)] == [0, 0]
 
 
 def port(client: Any) -> int:

@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,9 +24,10 @@ from engine_service.core.handoff import (
 )
 from engine_service.core.messages import Abort, Submit
 from engine_service.core.params import DecodingChoice, SamplingParams
-from engine_service.server import transfer_in
+from engine_service.server import kv_sources
 from engine_service.server.transfer_counts import TransferCounts
 from engine_service.server.transfer_in import Fetches
+from tests.certificates import Pair
 from tests.service.engine_fixtures import config, pack
 from tests.waiting import until
 from tidemill.runtime.errors import FailedPrecondition
@@ -85,10 +87,11 @@ class Asks:
 class Target:
     """Fetches, and who reads what they let go."""
 
-    def __init__(self, connector: str) -> None:
+    def __init__(self, connector: str, **flags: Any) -> None:
         self.asks, self.sources, self.addresses = Asks(), [Source(), Source()], []
         self.passed: list[Submit] = []
-        chosen = config(kv_connector=connector)
+        self.servers: list[grpc.aio.Server] = []
+        chosen = config(kv_connector=connector, **flags)
         asks: Any = self.asks
         forward: Callable[[Any], None] = self.passed.append
         self.fetches = Fetches(chosen, asks, forward, TransferCounts(Families()))
@@ -114,14 +117,22 @@ class Target:
         await until(lambda: self.asks.num_ended > num_before)
 
 
+def listen(server: grpc.aio.Server, shown: Pair | None) -> int:
+    if shown is None:
+        return server.add_insecure_port("127.0.0.1:0")
+    chain = Path(shown.key).read_bytes(), Path(shown.cert).read_bytes()
+    return server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([chain]))
+
+
 @asynccontextmanager
-async def target(connector: str) -> AsyncIterator[Target]:
-    made = Target(connector)
-    servers = []
+async def target(connector: str, shown: Pair | None = None, **flags: Any) -> AsyncIterator[Target]:
+    """Its sources speak TLS where they have a certificate to show."""
+    made = Target(connector, **flags)
+    servers = made.servers
     for source in made.sources:
         servers.append(grpc.aio.server())
         rpc.add_KvTransferServiceServicer_to_server(source, servers[-1])
-        made.addresses.append(f"127.0.0.1:{servers[-1].add_insecure_port('127.0.0.1:0')}")
+        made.addresses.append(f"127.0.0.1:{listen(servers[-1], shown)}")
         await servers[-1].start()
     try:
         yield made
@@ -170,8 +181,8 @@ async def test_memory_that_cannot_be_read_is_that_of_one_engine_for_a_while(
         host = made.fetches._host
         assert first.hosts == [host, host if connector == "shm" else ""]
         assert second.hosts == [host]
-        made.fetches._apart.clear()
-        monkeypatch.setattr(transfer_in, "_APART_S", 0.0)
+        made.fetches._sources._apart.clear()
+        monkeypatch.setattr(kv_sources, "_APART_S", 0.0)
         made.asks.failure, first.piece = FailedPrecondition("again", reason="KV_SHARED"), SHARED
         await made.fetch()
         made.asks.failure = None
@@ -200,7 +211,7 @@ async def test_an_engine_out_of_reach_is_left_alone_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its prompts do not wait for a connection each time; those of others are fetched as ever."""
-    monkeypatch.setattr(transfer_in, "_REST", 1e6)  # a minute, however soon it is refused
+    monkeypatch.setattr(kv_sources, "_REST", 1e6)  # a minute, however soon it is refused
     async with target("grpc") as made:
         with socket.socket() as closed:  # bound, so that nobody else listens there
             closed.bind(("127.0.0.1", 0))
@@ -210,7 +221,7 @@ async def test_an_engine_out_of_reach_is_left_alone_for_a_while(
             assert len(made.asks.imports) == 1
             made.submit(2)
             assert len(made.passed) == 3, "the core has it at once"
-            made.fetches._resting.clear()
+            made.fetches._sources._resting.clear()
             made.submit(2)
             assert len(made.passed) == 3, "it is tried again"
 

@@ -177,3 +177,21 @@ async def test_control_a_mailbox_that_is_read_never_overflows() -> None:
         call.add_tokens(0, [0] * 10_000)
         await call.read()
     assert call.is_live
+
+
+@pytest.mark.parametrize("how", ["tokens", "failure", "close"])
+async def test_it_is_told_once_that_a_request_was_heard_of(how: str) -> None:
+    call, told = Wire().call(7), []
+    call.when_heard_of(lambda: told.append(how))
+    assert told == []
+    if how == "tokens":
+        call.add_tokens(0, [1])
+    elif how == "failure":
+        call.fail(EngineDead("gone"))
+    else:
+        call.close()
+    assert told == [how]
+    call.add_tokens(0, [2])
+    call.fail(EngineDead("gone"))
+    call.close()
+    assert told == [how]

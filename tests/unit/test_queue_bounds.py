@@ -34,7 +34,7 @@ def test_the_expected_wait_follows_from_the_stay_of_the_rows() -> None:
     assert tried.wait_s(100, 4) is None
     tried.check(found(100), 1)  # nobody knows yet how long it would be
     for _ in range(200):
-        tried.note(400_000_000)
+        tried.note(400_000_000, 0, is_given_up=False)
     assert tried.wait_s(10, 4) == pytest.approx(1.0)
     tried.check(found(20), 1)
     with pytest.raises(Overloaded, match=r"about 2\.1 s.*2 s.*--max-queue-delay-s") as refused:
@@ -51,7 +51,7 @@ def test_the_time_to_retry_after_is_bounded() -> None:
     assert unknown.value.retry_after_ms == 1000
     for stay_ns, expected in ((1_000, 100), (4 * 10**9, 2500), (10**13, 30_000)):
         tried = bounds(requests=5)
-        tried.note(stay_ns)
+        tried.note(stay_ns, 0, is_given_up=False)
         with pytest.raises(Overloaded) as refused:
             tried.check(found(5), 1)
         assert refused.value.retry_after_ms == expected
@@ -67,7 +67,7 @@ def test_the_estimate_is_right_for_random_stays(seed: int) -> None:
         starts.append(at)
         stay = rng.expovariate(1.0)
         ends[ends.index(at)] = at + stay
-        tried.note(int(stay * 1e9))
+        tried.note(int(stay * 1e9), int(at * 1e9), is_given_up=False)
     truth = (starts[-1] - starts[0]) / len(starts) * 40
     expected = tried.wait_s(40, rows)
     assert expected is not None

@@ -77,6 +77,7 @@ def test_large_vocabularies_bound_the_logits_in_memory():
         ({"kv_connector": "shm"}, "kv_connector", "'shm', .* pass --role prefill or --role decode"),
         ({"kv_transfer_timeout_s": 5.0}, "kv_transfer_timeout_s", "is 5.0, which only engines"),
         ({"kv_tls_ca": "ca.pem"}, "kv_tls_ca", "leave it out"),
+        ({"kv_tls_name": "name"}, "kv_tls_name", "leave it out"),
     ],
 )
 def test_wrong_values_are_refused_with_the_fix(flags, param, words):

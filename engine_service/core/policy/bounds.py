@@ -13,6 +13,9 @@ from tidemill.runtime.errors import Overloaded
 
 _SHARE_OF_NEWEST = 1 / 32
 """How much one stay counts in the mean: what changes shows within a few dozen requests."""
+_WAVE_NS, _MOST_OF_WAVE, _MOST_MEANS = 10_000_000, 4, 2
+"""Of rows that callers give up within so many nanoseconds so many count, and none for more than so
+many means: one wave moves the mean by an eighth at most, up or down."""
 _LEAST_RETRY_S, _MOST_RETRY_S, _UNKNOWN_RETRY_S = 0.1, 30.0, 1.0
 
 
@@ -40,12 +43,28 @@ class QueueBounds:
     def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
         self._stay_ns: float | None = None
+        self._num_noted = 0
+        self._wave_ns, self._num_in_wave = -_WAVE_NS, 0
 
-    def note(self, stay_ns: int) -> None:
-        """A request gave its row back for good, so long after it got it."""
-        if self._stay_ns is None:
-            self._stay_ns = stay_ns
-        self._stay_ns += _SHARE_OF_NEWEST * (stay_ns - self._stay_ns)
+    def note(self, stay_ns: int, now_ns: int, *, is_given_up: bool) -> None:
+        """A request gave its row back for good, so long after it got it.
+
+        Whoever waits gets rows that others gave up as well as those that are done with, so both
+        count: a mean of finished stays alone is several times too long where callers leave early.
+        But a wave of them has one cause (a client that leaves with all that it has, a proxy that
+        restarts) and says little of the rows behind it.
+        """
+        mean_ns: float = stay_ns if self._stay_ns is None else self._stay_ns
+        if is_given_up:
+            if now_ns - self._wave_ns >= _WAVE_NS:
+                self._wave_ns, self._num_in_wave = now_ns, 0
+            self._num_in_wave += 1
+            if self._num_in_wave > _MOST_OF_WAVE:
+                return
+            stay_ns = min(stay_ns, round(_MOST_MEANS * mean_ns))
+        self._num_noted += 1
+        share = max(_SHARE_OF_NEWEST, 1 / self._num_noted)
+        self._stay_ns = mean_ns + share * (stay_ns - mean_ns)
 
     def wait_s(self, num_ahead: int, num_running: int) -> float | None:
         """How long whoever is behind `num_ahead` requests will wait for a row; None: not known."""
