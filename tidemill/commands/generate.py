@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine_service.config import EngineConfig
+from engine_service.model_folder import check_model
 from tidemill.commands.spellings import ours
 from tidemill.runtime import options
 
@@ -51,6 +52,7 @@ def run(argv: Sequence[str]) -> int:
         positional="model",
         hidden=_SERVER_ONLY,
     )
+    check_model(engine.model)
     from tidemill.llm import LLM
     from tidemill.sampling_params import SamplingParams
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine_service.config import EngineConfig
+from engine_service.model_folder import check_model
 from engine_service.nodes import serving_node
 from frontend.config import FrontendConfig
 from tidemill.commands import ports
@@ -25,7 +26,7 @@ _OF_THE_WAY = ("engine", "engine_tls_ca", "engine_tls_cert", "engine_tls_key", "
 
 def run(argv: Sequence[str]) -> int:
     """Serves until SIGTERM, SIGINT or the end of a service; returns the exit status.
-    Raises InvalidRequest on a host whose ranks follow another one's."""
+    Raises what `check_model` does, and InvalidRequest on a host whose ranks follow another's."""
     launcher, engine, frontend = options.parse(
         [LauncherConfig, EngineConfig, FrontendConfig],
         ours(argv),
@@ -34,6 +35,7 @@ def run(argv: Sequence[str]) -> int:
         hidden=("connect_timeout_s", *_OF_THE_WAY),
     )
     serving_node(engine, os.environ)
+    check_model(engine.model)
     return asyncio.run(_serve(*settled(engine, frontend, launcher.data_parallel_size)))
 
 
