@@ -25,7 +25,7 @@ async def complete(desk: FrontDesk, body: ChatBody, ingress: Ingress) -> dict[st
         "id": f"chatcmpl-{ingress.request_id}",
         "object": "chat.completion",
         "created": ingress.created,
-        "model": generation.model.name,
+        "model": generation.called,
         "choices": [_choice(result, body) for result in results],
         "usage": usage_of(generation.usage),
     }
@@ -44,7 +44,7 @@ async def stream(desk: FrontDesk, body: ChatBody, ingress: Ingress) -> AsyncGene
             id=f"chatcmpl-{ingress.request_id}",
             object="chat.completion.chunk",
             created=ingress.created,
-            model=generation.model.name,
+            model=generation.called,
         )
         scores = PromptScores(generation.choices, request)
         writer = ChunkWriter(frames, generation, body, scores)
