@@ -7,6 +7,7 @@ from typing import Any
 
 from engine_service.config import EngineConfig
 from engine_service.model_folder import check_model
+from tidemill.commands.foreign_flags import ADVICE
 from tidemill.commands.spellings import ours
 from tidemill.runtime import options
 
@@ -49,6 +50,7 @@ def run(argv: Sequence[str]) -> int:
         [EngineConfig, GenerateOptions],
         ours(argv),
         prog="tidemill generate",
+        advice=ADVICE,
         positional="model",
         hidden=_SERVER_ONLY,
     )

@@ -15,6 +15,7 @@ from engine_service.nodes import serving_node
 from frontend.config import FrontendConfig
 from tidemill.commands import ports
 from tidemill.commands.engine_group import EnginePlan, engines_of, placed, wishes_of, with_ports
+from tidemill.commands.foreign_flags import ADVICE
 from tidemill.commands.launcher_config import LauncherConfig
 from tidemill.commands.spellings import ours
 from tidemill.commands.supervisor import Supervisor
@@ -31,6 +32,7 @@ def run(argv: Sequence[str]) -> int:
         [LauncherConfig, EngineConfig, FrontendConfig],
         ours(argv),
         prog="tidemill serve",
+        advice=ADVICE,
         positional="model",
         hidden=("connect_timeout_s", *_OF_THE_WAY),
     )
