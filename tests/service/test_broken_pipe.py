@@ -31,7 +31,7 @@ def unread() -> Iterator[int]:
 
 
 def environ(buffered: bool) -> dict[str, str]:
-    found = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = {**os.environ, "PYTHONPATH": str(ROOT), "GRPC_VERBOSITY": "NONE"}
     found.pop("PYTHONUNBUFFERED", None)
     return found if buffered else {**found, "PYTHONUNBUFFERED": "1"}
 
