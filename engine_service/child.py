@@ -38,13 +38,6 @@ def pipe_of(words: bytes) -> int:
     return ours
 
 
-def describe_end(code: int) -> str:
-    """How a process ended, from its return code."""
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with status {code}"
-
-
 def die_with(parent_pid: int) -> None:
     """The kernel kills this process when the thread that started it ends, also while it loads."""
     if sys.platform == "linux":

@@ -12,12 +12,13 @@ import select
 import signal
 import subprocess
 
-from engine_service.child import describe_end, pipe_of, start_child
+from engine_service.child import pipe_of, start_child
 from engine_service.config import EngineConfig
 from engine_service.nodes import Node, read_token
 from engine_service.ranks.far import Post
 from engine_service.ranks.gathering import PATIENCE_S
 from engine_service.ranks.likeness import likeness
+from tidemill.runtime.endings import ending
 
 FAR_MODULE = "engine_service.ranks.far"
 _LAST_S = 5.0
@@ -62,7 +63,7 @@ class NodeRanks:
                 os.close(fd)
                 code = self._ranks[rank].wait()
                 level = logging.ERROR if code else logging.INFO
-                _LOG.log(level, "rank %d %s", rank, describe_end(code))
+                _LOG.log(level, "rank %d %s", rank, ending(code))
                 status |= int(code != 0)
                 left_ms = 0 if status else _LAST_S * 1e3
         for child in self._ranks.values():

@@ -23,6 +23,7 @@ from frontend.config import FrontendConfig
 from frontend.desk import FrontDesk
 from frontend.gate import Gate
 from frontend.listener import HttpServer, listen
+from frontend.model_names import read_names
 from frontend.parsers.registry import output_format
 from frontend.template_pool import prepare
 from tidemill.runtime.health import Health
@@ -95,8 +96,9 @@ class FrontendServer:
         """Listens at once and connects to the engine behind it.
 
         Raises FailedPrecondition naming port and flag when a port is taken, and the flag when a
-        parser is not known.
+        parser is not known; InvalidRequest for names of the model that are none.
         """
+        read_names(config.served_model_name, "")
         output_format(config.tool_call_parser, config.reasoning_parser, None)
         listener = listen(config.host, config.http_port)
         try:

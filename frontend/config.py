@@ -30,7 +30,8 @@ class FrontendConfig:
     tokenizer: str | None = None
     """Folder of the tokenizer; default: fetched from the engine."""
     served_model_name: str | None = None
-    """Name that clients use in `model`; default: the engine's model id."""
+    """Name that clients use in `model`, or several with commas between; answers bear the one that
+    was asked for, metrics and logs the first. Default: the engine's model id."""
     chat_template: str | None = None
     """File with a Jinja chat template that replaces the tokenizer's."""
     tool_call_parser: str = "auto"

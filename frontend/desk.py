@@ -31,7 +31,7 @@ from frontend.served import ServedModel, load_model
 from frontend.shelf import new_replica
 from frontend.template_pool import TemplatePool
 from frontend.validation import check_ids
-from tidemill.runtime.errors import NotFound, Unavailable
+from tidemill.runtime.errors import Unavailable
 from tidemill.runtime.rpc import channel_options
 from tidemill.security.client_tls import Dialing, client_tls
 from tidemill.telemetry.tracer import Tracer
@@ -102,14 +102,9 @@ class FrontDesk:
         return self.model
 
     def model_for(self, name: str) -> ServedModel:
-        """The model that clients call `name` ('' is the one there is). Raises NotFound."""
+        """The model, if it is `called` so. Raises NotFound."""
         model = self.check_ready()
-        if name not in ("", model.name, model.facts.model_id):
-            raise NotFound(
-                f"The model {name!r} does not exist; this server serves {model.name!r}",
-                reason="MODEL_NOT_FOUND",
-                param="model",
-            )
+        model.called(name)
         return model
 
     def generation(self, request: TextRequest, ingress: Ingress) -> Generation:

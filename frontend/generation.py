@@ -59,6 +59,7 @@ class Generation:
         self._failure = ""  # of a choice; which ones are returned is known when all have ended
         self._span = ingress.span
         self.model: ServedModel = desk.model_for(request.options.model)
+        self.called = self.model.called(request.options.model)
         request = shared_by(request, ingress.caller)
         options = request.options
         self._route = Route(desk.fleet, session_of(ingress, options), options.fairness_key)

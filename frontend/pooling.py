@@ -160,7 +160,8 @@ class PoolWalk:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         usage = Usage(*map(sum, zip(*(usage for _, usage in answers), strict=True)))
-        return PoolResult([vector for vector, _ in answers], usage, self._model.name)
+        name = self._model.called(self._request.model)
+        return PoolResult([vector for vector, _ in answers], usage, name)
 
     def _remaining_ms(self) -> int | None:
         """At least 1, so that it is the engine that counts and answers a passed deadline."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from frontend.config import FrontendConfig
 from frontend.messages import EngineFacts
+from frontend.model_names import ModelNames, read_names
 from frontend.parsers.registry import OutputFormat, output_format
 from frontend.template import ChatTemplate, load_template
 from frontend.tokenizer import TextTokenizer
@@ -20,9 +21,10 @@ from frontend.tokenizer import TextTokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """`name` is what clients write in `model`; `created` is in seconds since the epoch."""
+    """`created` is in seconds since the epoch."""
 
-    name: str
+    names: ModelNames
+    """What clients write in `model`."""
     created: int
     facts: EngineFacts
     tokenizer: TextTokenizer
@@ -31,13 +33,22 @@ class ServedModel:
     labels: Mapping[int, str]
     """Names of a classifier's labels, as far as its config.json tells."""
 
+    @property
+    def name(self) -> str:
+        """What it is called where nobody has asked for it by a name."""
+        return self.names.first
+
+    def called(self, asked: str) -> str:
+        """Its name in the answer to a request for `asked`; raises NotFound if it is another's."""
+        return self.names.called(asked)
+
 
 def load_model(config: FrontendConfig, facts: EngineFacts, folder: Path) -> ServedModel:
     """Reads tokenizer and template; blocks. Raises FailedPrecondition saying what is wrong."""
     tokenizer = TextTokenizer(folder)
     template = load_template(tokenizer, config.chat_template)
     return ServedModel(
-        name=config.served_model_name or facts.model_id,
+        names=read_names(config.served_model_name, facts.model_id),
         created=int(time.time()),
         facts=facts,
         tokenizer=tokenizer,

@@ -13,6 +13,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 import tidemill
+from tidemill.commands.pipes import while_read
 from tidemill.runtime.errors import ServiceError
 
 VERBS: Mapping[str, str] = MappingProxyType(
@@ -35,7 +36,12 @@ _SERVICES = ("serve", "engine", "frontend")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
-    verb, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    words = sys.argv[1:] if argv is None else argv
+    return while_read(lambda: _main(words or ["--help"]))
+
+
+def _main(argv: Sequence[str]) -> int:
+    verb, *rest = argv
     if verb in ("-h", "--help", "help"):
         print(_usage())
         return 0

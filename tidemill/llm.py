@@ -9,17 +9,16 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from engine_service.composition import compose
 from engine_service.core.loop import CoreLoop
 from engine_service.core.messages import Abort, Finish, FinishReason
 from engine_service.core.params import PoolChoice
 from frontend.choosable import as_asked
-from frontend.request import Chat
-from frontend.template import load_template
 from frontend.tokenizer import TextTokenizer
 from tidemill.beams import BeamCalls
+from tidemill.chats import as_prompts
 from tidemill.interrupts import unbroken
 from tidemill.keywords import engine_config
 from tidemill.offline import (
@@ -57,7 +56,8 @@ class LLM(BeamCalls):
         self.engine = compose(self.config, lambda *progress: None)
         """Its parts, for those who measure them."""
         self.close = self.engine.close
-        """Ends other ranks' processes, if any; so does the end of this object or the program."""
+        """Ends other ranks' processes, if any; so does the end of a `with` block, of this object or
+        of the program."""
         self.facts = self.engine.facts
         self._scheduler = self.engine.scheduler
         self._mail = Mailbox()
@@ -84,6 +84,12 @@ class LLM(BeamCalls):
         self._requests: dict[str, Pending] = {}
         self._pooled: dict[int, Finish | None] = {}
         """By key: how a prompt that is pooled has ended, if it has."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def generate(
         self,
@@ -115,11 +121,13 @@ class LLM(BeamCalls):
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        **template: Any,
+        **told: Any,
     ) -> list[RequestOutput]:
         """Renders one conversation, or a list of them, with the chat template and completes it.
 
-        Keywords: `add_generation_prompt`, `continue_final_message`, `template_kwargs`.
+        Keywords: `add_generation_prompt`, `continue_final_message`, `template_kwargs`, and `tools`,
+        of which the model is told; its calls stand in the text, as it writes them. Everything is
+        read as /v1/chat/completions reads it, and refused in the same words.
 
         The template runs in this process, in jinja's sandbox, which keeps it from files and not
         from computing for long: it is a program of whoever made the model. A served model's runs
@@ -127,16 +135,7 @@ class LLM(BeamCalls):
         the caller's main module again, and would run a script that does not expect it twice.
         """
         tokenizer = self._reader.need_tokenizer()
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        chats = cast("list[list[dict[str, Any]]]", [messages] if single else messages)
-        renderer = load_template(tokenizer, None)
-        texts = [renderer.render(Chat(messages=list(chat), **template)) for chat in chats]
-        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self.generate(
-            [{"prompt": t, "prompt_token_ids": i} for t, i in zip(texts, ids, strict=True)],
-            sampling_params,
-            use_tqdm,
-        )
+        return self.generate(as_prompts(messages, tokenizer, **told), sampling_params, use_tqdm)
 
     def infill(
         self,

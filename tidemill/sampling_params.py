@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tidemill.kinds import settle_kinds
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
@@ -62,8 +64,9 @@ class SamplingParams:
     """Knobs of one prompt.
 
     `None` takes the checkpoint's default (`generation_config.json`), except `max_tokens`, where
-    None means: until the context is full. Values are checked when the request is admitted; a wrong
-    one raises `InvalidRequest` naming it.
+    None means: until the context is full. A value of the wrong kind (a text for a number) is a
+    TypeError at once; what it says is checked when the request is admitted, and a wrong one raises
+    `InvalidRequest` naming it.
     """
 
     n: int = 1
@@ -110,6 +113,9 @@ class SamplingParams:
     sparse: SparseParams | None = None
     """Knobs of a full canvas's cache; those in `method_params` come before them."""
 
+    def __post_init__(self) -> None:
+        settle_kinds(self)
+
     @property
     def knobs(self) -> dict[str, Any]:
         """All knobs of the method."""
@@ -141,3 +147,6 @@ class BeamSearchParams:
     """The sum of log-probabilities is divided by the length to the power of this."""
     early_stopping: bool = False
     """Take the first `beam_width` that end, instead of waiting for better ones."""
+
+    def __post_init__(self) -> None:
+        settle_kinds(self)

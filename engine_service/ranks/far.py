@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from engine_service.child import describe_end, die_with, ignore_stop_signals, start_child
+from engine_service.child import die_with, ignore_stop_signals, start_child
 from engine_service.pipe import FramePipe, PeerGone, pair
 from engine_service.ranks.broadcast import Writer
 from engine_service.ranks.frames import ACK_EVERY, CODE, COUNT, Frame
@@ -30,6 +30,7 @@ from engine_service.ranks.link import Link, LinkLost, NotOneOfUs, knock
 from engine_service.ranks.processes import FOLLOWER_MODULE
 from engine_service.ranks.silence import CUT_S, SERVING_S, TICK_S, Silence
 from tidemill.runtime import log
+from tidemill.runtime.endings import ending
 from tidemill.runtime.errors import (
     FailedPrecondition,
     ServiceError,
@@ -168,7 +169,7 @@ class Far:
                 self._link.send(Frame.BEAT, COUNT.pack(self._plans.reader_beat(self._reader)))
             self._messages.join()  # what it has said comes before how it ended
             code = self._process.wait()
-            words = f"its process (pid {self._process.pid}) {describe_end(code)}"
+            words = f"its process (pid {self._process.pid}) {ending(code)}"
             self._link.send(Frame.GONE, CODE.pack(code) + words.encode())
         except LinkLost:
             _LOG.debug("rank 0's host is gone")

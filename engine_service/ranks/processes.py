@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine_service.child import describe_end, start_child
+from engine_service.child import start_child
 from engine_service.pipe import BlockingPipe, PeerGone, pair
 from engine_service.ranks.broadcast import Wires
 from engine_service.ranks.clocks import OtherClock
@@ -29,6 +29,7 @@ from engine_service.ranks.messages import (
     Ran,
     Stage,
 )
+from tidemill.runtime.endings import ending
 
 FOLLOWER_MODULE = "engine_service.follower"
 _MOST_TIMES = 1024
@@ -122,7 +123,7 @@ class FollowerProcess:
 
     def describe_end(self) -> str:
         assert self.code is not None, "it still runs"
-        return f"{self.name} {describe_end(self.code)}{self.stage}"
+        return f"{self.name} {ending(self.code)}{self.stage}"
 
     def kill(self) -> None:
         if self.code is None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import subprocess
 
 from engine_service import pipe
-from engine_service.child import describe_end, start_child
+from engine_service.child import start_child
+from tidemill.runtime.endings import ending
 
 RANK_MODULE = "engine_service.rank"
 _KILLED_S = 5.0
@@ -33,7 +34,7 @@ class RankProcess:
         code = self._wait(0.5)
         if code is None:
             return "it closed its pipe but still runs"
-        return f"its process (pid {self.pid}) {describe_end(code)}"
+        return f"its process (pid {self.pid}) {ending(code)}"
 
     def stop(self, grace_s: float) -> None:
         """Waits for the process to leave by itself, then kills it. Blocking."""

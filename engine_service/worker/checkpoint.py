@@ -6,23 +6,21 @@ It does not read weights and does not know torch.
 from __future__ import annotations
 
 import hashlib
-import importlib.resources
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine_service.config import EngineConfig
+from engine_service.model_folder import CONFIG, builtin_models, folder_of, read_config
 from engine_service.worker.hub import download
 from engine_service.worker.json_files import read_json
 from engine_service.worker.shards import MANIFEST, Manifest, parse_manifest
-from tidemill.runtime.errors import InvalidRequest, NotFound
+from tidemill.runtime.errors import NotFound
 
 Report = Callable[[str, int, int], None]
 """Called as (stage, done, total) during start-up; total 0: no number known."""
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -57,7 +55,7 @@ def fetch_checkpoint(config: EngineConfig, report: Report) -> Checkpoint:
     return Checkpoint(
         model_id=config.model,
         folder=folder,
-        hf_config=_read_config(folder),
+        hf_config=read_config(folder),
         generation_config=read_json(folder / "generation_config.json") or {},
         added_tokens=_added_tokens(Path(tokenizer_dir)) if tokenizer_dir else {},
         tokenizer_dir=tokenizer_dir,
@@ -66,46 +64,13 @@ def fetch_checkpoint(config: EngineConfig, report: Report) -> Checkpoint:
     )
 
 
-def builtin_models() -> dict[str, Path]:
-    """Name to folder of the models that come with the package."""
-    root = Path(str(importlib.resources.files("tidemill"))) / "builtin"
-    return {path.parent.name: path.parent for path in sorted(root.glob("*/config.json"))}
-
-
 def _resolve(config: EngineConfig, report: Report) -> tuple[Path, str]:
     """(folder, hub commit or "")."""
-    name = config.model
-    builtin = builtin_models()
-    if name in builtin:
-        return builtin[name], ""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = folder_of(config.model)
+    if folder is not None:
         return folder, ""
-    if folder.is_file():
-        raise InvalidRequest(
-            f"model {name!r} is a file; give the folder that holds config.json", param="model"
-        )
-    if not _HUB_ID.fullmatch(name) or name.startswith("."):
-        raise NotFound(
-            f"model {name!r} is neither built in ({', '.join(builtin) or 'none installed'}) nor an "
-            "existing folder; a hub model is written owner/name",
-            reason="MODEL_NOT_FOUND",
-            param="model",
-        )
     weights = config.load_format != "dummy"
-    return download(name, config.revision, weights=weights, report=report)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    hf_config = read_json(folder / "config.json")
-    if hf_config is None:
-        raise NotFound(
-            f"{folder} has no config.json; point --model at a folder in Hugging Face format "
-            "(config.json, tokenizer files, *.safetensors)",
-            reason="CONFIG_MISSING",
-            param="model",
-        )
-    return hf_config
+    return download(config.model, config.revision, weights=weights, report=report)
 
 
 def _tokenizer_dir(config: EngineConfig, folder: Path) -> str:
@@ -143,7 +108,7 @@ def _digest(folder: Path, config: EngineConfig, manifest: Manifest | None) -> st
         return manifest.weight_version
     is_builtin = config.model in builtin_models()
     digest = hashlib.sha256(f"{is_dummy} {config.seed if is_dummy else 0}".encode())
-    for path in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
+    for path in sorted([*folder.glob("*.safetensors"), folder / CONFIG]):
         stat = path.stat()
         said = hashlib.sha256(path.read_bytes()).hexdigest() if is_builtin else stat.st_mtime_ns
         digest.update(f"{path.name} {stat.st_size} {said}\n".encode())

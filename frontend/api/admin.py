@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -27,20 +28,20 @@ def admin_routes(desk: FrontDesk) -> APIRouter:
 
     @router.get("/v1/models", openapi_extra=documented_query(ModelsQuery))
     async def list_models(request: Request) -> Response:
-        """The served model."""
-        asked, card = read_query(request, ModelsQuery), _card(desk.check_ready())
-        for name in ("after_id", "before_id"):
-            if getattr(asked, name) not in (None, card["id"]):
-                raise InvalidRequest(f"{name}: no model has that id", param=name)
-        cards = [card] if asked.after_id is None and asked.before_id is None else []
-        end = card["id"] if cards else None
-        ends = {"first_id": end, "last_id": end, "has_more": False}
-        return JsonResponse({"object": "list", "data": cards, **ends})
+        """The served model, under each of its names."""
+        asked, model = read_query(request, ModelsQuery), desk.check_ready()
+        names, has_more = _page(model.names.listed, asked)
+        ends = dict.fromkeys(("first_id", "last_id"))
+        if names:
+            ends = {"first_id": names[0], "last_id": names[-1]}
+        cards = [_card(model, name) for name in names]
+        return JsonResponse({"object": "list", "data": cards, **ends, "has_more": has_more})
 
     @router.get("/v1/models/{name:path}")
     async def get_model(name: str) -> Response:
         """One model's card, or 404."""
-        return JsonResponse(_card(desk.model_for(name)))
+        model = desk.model_for(name)
+        return JsonResponse(_card(model, model.called(name)))
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -107,10 +108,25 @@ async def _tokenize(desk: FrontDesk, body: TokenizeBody) -> dict[str, Any]:
     }
 
 
-def _card(model: ServedModel) -> dict[str, Any]:
+def _page(names: Sequence[str], asked: ModelsQuery) -> tuple[Sequence[str], bool]:
+    """The names of a page, and whether more follow in its direction."""
+    first, last = 0, len(names)
+    for name in ("after_id", "before_id"):
+        if (end := getattr(asked, name)) is not None:
+            if end not in names:
+                raise InvalidRequest(f"{name}: no model has that id", param=name)
+            place = names.index(end)
+            first, last = (place + 1, last) if name == "after_id" else (first, place)
+    page = names[first:last]
+    if asked.before_id is not None and asked.after_id is None:
+        return page[-asked.limit :], len(page) > asked.limit
+    return page[: asked.limit], len(page) > asked.limit
+
+
+def _card(model: ServedModel, name: str) -> dict[str, Any]:
     """For OpenAI's clients and, from `type` on, for Anthropic's too: both ask the same routes."""
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         "created": model.created,
         "owned_by": "tidemill",
@@ -120,6 +136,6 @@ def _card(model: ServedModel) -> dict[str, Any]:
         "default_method": model.facts.default_method,
         "methods": model.facts.methods,
         "type": "model",
-        "display_name": model.name,
+        "display_name": name,
         "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
     }

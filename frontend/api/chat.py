@@ -25,7 +25,7 @@ async def complete(desk: FrontDesk, body: ChatBody, ingress: Ingress) -> dict[st
         "id": f"chatcmpl-{ingress.request_id}",
         "object": "chat.completion",
         "created": ingress.created,
-        "model": generation.model.name,
+        "model": generation.called,
         "choices": [_choice(result, body) for result in results],
         "usage": usage_of(generation.usage),
     }
@@ -44,7 +44,7 @@ async def stream(desk: FrontDesk, body: ChatBody, ingress: Ingress) -> AsyncGene
             id=f"chatcmpl-{ingress.request_id}",
             object="chat.completion.chunk",
             created=ingress.created,
-            model=generation.model.name,
+            model=generation.called,
         )
         scores = PromptScores(generation.choices, request)
         writer = ChunkWriter(frames, generation, body, scores)
@@ -63,8 +63,10 @@ async def stream(desk: FrontDesk, body: ChatBody, ingress: Ingress) -> AsyncGene
 
 
 def _choice(result: ChoiceResult, body: ChatBody) -> dict[str, Any]:
-    # Clients take null for "calls only"; an empty answer without calls stays a text.
-    content = None if result.calls and not result.text else result.text
+    # Clients take null for "calls only", one that was cut off before its name included; an empty
+    # answer of any other kind stays a text.
+    is_call = result.calls or body.tool_choice not in (None, "none", "auto")
+    content = None if is_call and not result.text else result.text
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if result.calls:
         message["tool_calls"] = tool_calls(result.calls)

@@ -25,7 +25,7 @@ async def complete(desk: FrontDesk, body: CompletionBody, ingress: Ingress) -> d
         "id": f"cmpl-{ingress.request_id}",
         "object": "text_completion",
         "created": ingress.created,
-        "model": generation.model.name,
+        "model": generation.called,
         "choices": [_choice(result, body, generation) for result in results],
         "usage": usage_of(generation.usage),
     }
@@ -41,7 +41,7 @@ async def stream(
             id=f"cmpl-{ingress.request_id}",
             object="text_completion",
             created=ingress.created,
-            model=generation.model.name,
+            model=generation.called,
         )
         scores = PromptScores(generation.choices, request)
         writer = ChunkWriter(frames, generation, body, scores)

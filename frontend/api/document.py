@@ -22,6 +22,11 @@ class DocumentedApp(FastAPI):
     """Puts the parts of documented bodies where their references say: pydantic keeps them inside of
     each body, where a reference from the document's root finds nothing."""
 
+    def __init__(self, **about: Any) -> None:
+        # FastAPI's pages around the document load their scripts from a CDN: where there is no
+        # internet they are empty, and where there is one a third party's code runs beside the API.
+        super().__init__(docs_url=None, redoc_url=None, **about)
+
     def openapi(self) -> dict[str, Any]:
         """The document; made once."""
         document = super().openapi()

@@ -78,10 +78,9 @@ class OipServicer(TextServicer):
 
     async def ModelMetadata(self, request: Any, context: Any) -> Any:
         """What the model takes and answers; -1 is any size."""
-        model = served(self._desk, request.name, request.version)
         kind = pb.ModelMetadataResponse.TensorMetadata
         return pb.ModelMetadataResponse(
-            name=model.name,
+            name=served(self._desk, request.name, request.version),
             versions=VERSIONS,
             platform=PLATFORM,
             inputs=[kind(name=TEXT_INPUTS[0], datatype="BYTES", shape=[-1])],
@@ -148,7 +147,7 @@ class OipServicer(TextServicer):
         model = served(self._desk, request.model_name, request.model_version)
         parameters = _plain(request.parameters)
         kept = {name: value for name, value in parameters.items() if name != _ASKS_FINAL}
-        return to_asked(model.name, _tensors(request), kept), parameters
+        return to_asked(model, _tensors(request), kept), parameters
 
 
 def _tensors(request: Any) -> list[Tensor]:

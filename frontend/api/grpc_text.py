@@ -98,12 +98,15 @@ class TextServicer(PoolMethods):
         return pb.DetokenizeResponse(text=text)
 
     async def ListModels(self, request: Any, context: Any) -> Any:
-        """The one served model."""
-        return pb.ListModelsResponse(models=[convert.model_card(self._desk.check_ready())])
+        """The one served model, under each of its names."""
+        model = self._desk.check_ready()
+        cards = [convert.model_card(model, name) for name in model.names.listed]
+        return pb.ListModelsResponse(models=cards)
 
     async def GetModel(self, request: Any, context: Any) -> Any:
         """A model's card, or NOT_FOUND."""
-        return pb.GetModelResponse(model=convert.model_card(self._desk.model_for(request.id)))
+        model = self._desk.model_for(request.id)
+        return pb.GetModelResponse(model=convert.model_card(model, model.called(request.id)))
 
     async def Infill(self, request: Any, context: Any) -> Any:
         """The text of a gap between two others, in one message."""
@@ -166,7 +169,7 @@ class TextServicer(PoolMethods):
 def _frame(prefix: str, generation: Generation, ingress: Ingress) -> dict[str, Any]:
     return {
         "id": f"{prefix}-{ingress.request_id}",
-        "model": generation.model.name,
+        "model": generation.called,
         "created_unix_s": ingress.created,
     }
 

@@ -180,10 +180,10 @@ def canvas_message(delta: TextDelta, model: ServedModel, text: str) -> text_pb2.
     )
 
 
-def model_card(model: ServedModel) -> text_pb2.ModelCard:
-    """The served model's card."""
+def model_card(model: ServedModel, name: str) -> text_pb2.ModelCard:
+    """The served model's card under one of its names."""
     return text_pb2.ModelCard(
-        id=model.name,
+        id=name,
         created_unix_s=model.created,
         max_model_len=model.facts.max_model_len,
         owned_by="tidemill",

@@ -120,7 +120,7 @@ def _message(generation: Generation, ingress: Ingress) -> dict[str, Any]:
         "id": f"msg_{ingress.request_id}",
         "type": "message",
         "role": "assistant",
-        "model": generation.model.name,
+        "model": generation.called,
     }
 
 

@@ -25,7 +25,6 @@ from frontend.api.openai_schema import CompletionBody
 from frontend.desk import FrontDesk
 from frontend.generation import Generation
 from frontend.request import Ingress, TextRequest
-from frontend.served import ServedModel
 from frontend.validation import MAX_PROMPTS
 from tidemill.runtime.errors import InvalidRequest, NotFound, Unsupported
 
@@ -83,15 +82,15 @@ class Answer:
     parameters: dict[str, int]
 
 
-def served(desk: FrontDesk, name: str, version: str) -> ServedModel:
-    """The model by name and version; raises NotFound."""
+def served(desk: FrontDesk, name: str, version: str) -> str:
+    """What the model of this name and version is called; raises NotFound."""
     if version not in ("", *VERSIONS):
         raise NotFound(
             f"the model {name!r} has no version {version!r}; it has {', '.join(VERSIONS)}",
             reason="MODEL_NOT_FOUND",
             param="model_version",
         )
-    return desk.model_for(name)
+    return desk.model_for(name).called(name)
 
 
 def to_asked(model: str, tensors: Sequence[Tensor], parameters: Mapping[str, Any]) -> Asked:
@@ -155,7 +154,7 @@ async def infer(desk: FrontDesk, asked: Asked, wanted: Sequence[str], ingress: I
         "finish_reason": [result.finish_reason.encode() for result in results],
     }
     outputs = [Tensor(name, "BYTES", shape, columns[name]) for name in names]
-    return Answer(generation.model.name, outputs, counts(generation))
+    return Answer(generation.called, outputs, counts(generation))
 
 
 def counts(generation: Generation) -> dict[str, int]:

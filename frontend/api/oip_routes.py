@@ -46,7 +46,7 @@ def oip_routes(desk: FrontDesk) -> APIRouter:
         content = await read_body(request, desk.config.max_body_bytes)
         read = read_infer(content, request.headers)
         model = served(desk, name, version)
-        asked = to_asked(model.name, read.tensors, read.parameters)
+        asked = to_asked(model, read.tensors, read.parameters)
         work = infer(desk, asked, read.outputs, request.state.ingress)
         return infer_response(await unless_gone(request.receive, work), read)
 
@@ -69,11 +69,11 @@ def oip_routes(desk: FrontDesk) -> APIRouter:
 
     async def model_ready(name: str, version: str = "") -> Response:
         """200 while the model takes requests."""
-        return JsonResponse({"name": served(desk, name, version).name, "ready": True})
+        return JsonResponse({"name": served(desk, name, version), "ready": True})
 
     async def model_metadata(name: str, version: str = "") -> Response:
         """What the model takes and answers."""
-        return JsonResponse(metadata(served(desk, name, version).name))
+        return JsonResponse(metadata(served(desk, name, version)))
 
     _add_server_routes(router, desk)
     for path in (f"{_MODEL}{_VERSION}", _MODEL):
@@ -134,7 +134,7 @@ async def _generate(
     async with desk.generation(wanted, ingress) as generation:
         (result,) = await generation.collect()
     check_finished(result.finish_reason)
-    answer = _head(generation.model.name, body) | {"text_output": result.text}
+    answer = _head(generation.called, body) | {"text_output": result.text}
     if details:
         tokens = [_token(one) for one in result.logprobs]
         reason = _reason(result.finish_reason, result.stop_reason)
@@ -146,7 +146,7 @@ async def _stream(
     desk: FrontDesk, wanted: TextRequest, details: bool, body: GenerateBody, ingress: Ingress
 ) -> AsyncGenerator[bytes, None]:
     async with desk.generation(wanted, ingress) as generation:
-        head = _head(generation.model.name, body)
+        head = _head(generation.called, body)
         async for news in generation.deltas():
             for delta in news:
                 check_finished(delta.finish_reason or "")

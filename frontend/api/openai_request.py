@@ -46,8 +46,13 @@ def parse(body: bytes, kind: type[Parsed]) -> Parsed:
             f"the request body has more than {MAX_DEPTH} objects and lists inside of each other",
             reason="INVALID_JSON",
         )
+    return as_body(loaded, kind)
+
+
+def as_body(given: dict[str, Any], kind: type[Parsed]) -> Parsed:
+    """The same of JSON that has been read."""
     try:
-        parsed = kind.model_validate(loaded)
+        parsed = kind.model_validate(given)
     except ValidationError as failure:
         raise invalid(failure) from failure
     refuse_unserved(parsed)

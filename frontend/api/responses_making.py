@@ -94,7 +94,7 @@ class Responses:
         """The answer to POST /v1/responses."""
         ingress = request.state.ingress
         asked = self.asked(body)
-        name = self._desk.model_for(body.model or "").name
+        name = self._desk.model_for(body.model or "").called(body.model or "")
         work = self._work(body, asked, Draft(body, self.shelf.new_id(), ingress.created, name))
         generation = self._desk.generation(asked.request, ingress)
         stream = ResponseStream(work.draft, lambda: self._keep(work))

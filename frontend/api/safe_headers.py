@@ -21,14 +21,10 @@ def safe_headers(*, is_tls: bool) -> Headers:
 
 
 def with_safe(headers: Headers, safe: Headers) -> Headers:
-    """`headers`, and of the others those that it has not chosen itself. Whatever is no page may do
-    nothing at all."""
+    """`headers`, and of the others those that it has not chosen itself. What does not say what it
+    may do may do nothing at all."""
     chosen = {name for name, _ in headers}
-    if b"content-security-policy" not in chosen and not _is_html(headers):
+    if b"content-security-policy" not in chosen:
         headers.append(_NOTHING)
     headers += [pair for pair in safe if pair[0] not in chosen]
     return headers
-
-
-def _is_html(headers: Headers) -> bool:
-    return any(name == b"content-type" and text.startswith(b"text/html") for name, text in headers)

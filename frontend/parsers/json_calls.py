@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import ClassVar
 
 from frontend.parsers.grammar import GrammarParser, Sink, Steps, ignore
 from frontend.parsers.values import without_halves
@@ -24,6 +25,9 @@ _HEX = tuple("0123456789abcdefABCDEF")
 
 class JsonParser(GrammarParser):
     """Reads JSON values and objects that are calls."""
+
+    is_forced: ClassVar[bool] = False
+    """A grammar leaves nothing but calls: what ends before a call is one that was cut off."""
 
     def _call_object(self, *, is_marked: bool = True) -> Steps[bool]:
         """Reads {"name": ..., "arguments": {...}}, in any order, and says whether it was a call.
@@ -57,11 +61,23 @@ class JsonParser(GrammarParser):
             if not (yield from self._skip(",")):
                 break
         is_closed = yield from self._skip("}")
-        if not is_begun and name and is_closed and is_marked and not has_arguments:
+        is_over = is_closed or (yield from self._is_cut_off())
+        if not is_begun and name and is_over and is_marked and not has_arguments:
             is_begun = True
             self._begin(name)
-            self._out.arguments("{}")
+            self._out.arguments("{}" if is_closed else "")
         return is_begun
+
+    def _is_cut_off(self) -> Steps[bool]:
+        """Whether the text has ended where only a call can go on."""
+        return self.is_forced and not (yield from self._peek())
+
+    def _give_up(self) -> Steps[None]:
+        """What is held is no call: it is content, but for the beginning of one."""
+        if (yield from self._is_cut_off()):
+            self._held = None
+        else:
+            self._release()
 
     def _call_list(self) -> Steps[bool]:
         """Reads a list of such objects, or one; says whether there was a call. As above, the
@@ -76,7 +92,7 @@ class JsonParser(GrammarParser):
                 yield from self._skip("]")
                 break
             if not (yield from self._call_object()):
-                self._release()
+                yield from self._give_up()
                 break
         return True
 

@@ -111,7 +111,6 @@ BAD: dict[str, tuple[tuple[Any, Any, SamplingParams], str, str]] = {
     "no gap": (("a", "b", greedy(0)), "max_tokens", "max_tokens is 0.*length of the gap"),
     "open gap": (("a", "b", SamplingParams(max_tokens=None)), "max_tokens", "max_tokens is None"),
     "negative": (("a", "b", greedy(-1)), "max_tokens", "max_tokens is -1"),
-    "half": (("a", "b", SamplingParams(max_tokens=2.5)), "max_tokens", "2.5"),  # type: ignore[arg-type]
     "no room": (("abc", "de", greedy(508)), "prompt", "3 in the prompt, 508 in the gap, 2 in the"),
     "too long": (("a", "b" * 5000, greedy(3)), "suffix", "5000 tokens or more; it may have 4096"),
     "no choice": (("a", "b", greedy(3, n=0)), "n", "n is 0"),

@@ -110,6 +110,16 @@ assert len(generate(llm, 5)[0].outputs[0].token_ids) == 5
 assert len(os.listdir("/proc/self/fd")) == before, (before, len(os.listdir("/proc/self/fd")))
 print(*children())
 """
+WITHIN_A_BLOCK = """
+try:
+    with llm as same:
+        assert same is llm
+        assert len(generate(llm, 5)[0].outputs[0].token_ids) == 5
+        assert children() == [follower]
+        raise ValueError("of the block")
+except ValueError as error:
+    print(error, children())
+"""
 
 
 def run(
@@ -154,6 +164,10 @@ def test_an_interrupted_step_ends_the_ranks_which_would_differ() -> None:
 @pytest.mark.parametrize("within_s", [WITHIN_S, pytest.param(PROMISED_S, marks=PROMISE)])
 def test_an_interrupted_step_leaves_nothing_of_a_stage_that_hears_no_more(within_s: float) -> None:
     assert run(LEFT_BEHIND, size=STAGES, within_s=within_s) == ["interrupted", "False"]
+
+
+def test_a_with_block_ends_the_other_ranks() -> None:
+    assert run(WITHIN_A_BLOCK) == ["of the block []"]
 
 
 def test_an_llm_that_is_forgotten_leaves_nothing_and_another_may_follow() -> None:

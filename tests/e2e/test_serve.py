@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -144,9 +145,13 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_load_says_why(tmp_path: Path) -> None:
-    with serve(tmp_path, str(tmp_path / "no-such-folder"), *FREE_PORTS) as served:
+    folder = tmp_path / "no-weights"
+    folder.mkdir()
+    shutil.copy(ROOT / "tidemill" / "builtin" / "demo" / "config.json", folder)
+    with serve(tmp_path, str(folder), *FREE_PORTS) as served:
         assert served.wait_end() == 1
-        assert re.search(r"tidemill serve: engine_service ended .*no-such-folder", served.err)
+        said = r"tidemill serve: engine_service ended .*no-weights has no \*\.safetensors"
+        assert re.search(said, served.err), served.err
         assert served.out == ""
 
 

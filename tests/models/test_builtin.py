@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from benchmarks.demo_models.vocabulary import CHAT_TEMPLATE, SPECIAL_TOKENS, encode_chat
-from engine_service.worker.checkpoint import builtin_models
+from engine_service.model_folder import builtin_models
 from frontend.parsers.registry import AUTO, output_format
 from frontend.parsers.tools.hermes import HermesParser
 from tests.models.checkpoints import load

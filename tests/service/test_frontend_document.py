@@ -150,3 +150,17 @@ async def test_queries_are_checked(tmp_path: Path) -> None:
         (card,) = cards["data"]
         behind = (await client.get("/v1/models", params={"after_id": card["id"]})).json()
         assert (cards["last_id"], behind["data"], behind["last_id"]) == (card["id"], [], None)
+
+
+async def test_no_page_needs_anything_from_elsewhere(tmp_path: Path) -> None:
+    """FastAPI's pages around the document would: without internet they stay empty."""
+    async with stack(tmp_path) as served, served.http() as client:
+        for path in ("/docs", "/redoc", "/docs/oauth2-redirect"):
+            answer = await client.get(path)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
+        document = (await client.get("/openapi.json")).json()
+        page = await client.get("/")
+        assert page.headers["content-type"].startswith("text/html")
+        assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert document["info"]["title"] == "Tidemill"
+    assert "/v1/chat/completions" in document["paths"]

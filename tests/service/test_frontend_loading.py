@@ -30,8 +30,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1]},
 }
 WITHOUT_ENGINE = {
-    "/", "/metrics", "/version", "/health/live", "/v2/health/live", "/v2", "/docs", "/redoc",
-    "/openapi.json", "/docs/oauth2-redirect", "/ui/model", "/ui/pieces",
+    "/", "/metrics", "/version", "/health/live", "/v2/health/live", "/v2", "/openapi.json",
+    "/ui/model", "/ui/pieces",
 }  # fmt: skip
 """They tell what the frontend knows by itself, or are pages and their files."""
 

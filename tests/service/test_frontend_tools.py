@@ -182,6 +182,33 @@ async def test_a_call_that_is_cut_off_says_so(tmp_path: Path) -> None:
         json.loads(call.function.arguments)
 
 
+async def test_a_forced_call_that_is_cut_off_is_no_text(tmp_path: Path) -> None:
+    """Wherever that is: what the model wrote is the beginning of calls, and nothing else."""
+    two = json.dumps([{"name": "get_weather", "parameters": {"city": "Zug"}}] * 2)
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    told = set()
+    async with serving(tmp_path) as served, sdk(served) as client:
+        for choice, text in (("required", two), (named, '{"city": "Zug"}')):
+            for size in range(1, byte_length(text)):
+                fields = asking(text, max_tokens=size, tool_choice=choice)
+                answer = await client.chat.completions.create(**fields)
+                (one,) = answer.choices
+                assert (one.message.content, one.finish_reason) == (None, "length"), size
+                calls = [
+                    (c.function.name, c.function.arguments) for c in one.message.tool_calls or []
+                ]
+                for name, arguments in calls:
+                    assert name == "get_weather"
+                    assert '{"city": "Zug"}'.startswith(arguments)
+                told.add((isinstance(choice, str), len(calls)))
+                if size % 7 == 0:
+                    seen = await streamed(client, **fields)
+                    assert (seen["content"], seen["finish"]) == ("", "length")
+                    again = [(c["name"], c["arguments"]) for c in seen["calls"]]
+                    assert again == calls
+    assert told == {(True, 0), (True, 1), (True, 2), (False, 1)}
+
+
 async def test_markers_that_are_special_tokens_are_read_and_not_shown(tmp_path: Path) -> None:
     folder = tmp_path / "own"
     write_tokenizer(folder)

@@ -371,6 +371,16 @@ BARE = (
         calls=(("get_weather", W), ("now", "{}")),
     ),
     Sample("no call", of(CallListParser), '["x"]', '["x"]'),
+    Sample("cut off in the name", of(CallListParser), '[{"name": "get_w'),
+    Sample(
+        "cut off behind the name", of(CallListParser), '[{"name": "get_weather", "para',
+        calls=(("get_weather", ""),),
+    ),
+    Sample(
+        "cut off in the second", of(CallListParser),
+        '[{"name": "get_weather", "parameters": ' + W + '}, {"name": "no',
+        calls=(("get_weather", W),),
+    ),
 )  # fmt: skip
 
 SAMPLES = {

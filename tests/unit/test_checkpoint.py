@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from engine_service import model_folder
 from engine_service.config import EngineConfig
+from engine_service.model_folder import builtin_models
 from engine_service.worker import checkpoint
-from engine_service.worker.checkpoint import Checkpoint, builtin_models, fetch_checkpoint
+from engine_service.worker.checkpoint import Checkpoint, fetch_checkpoint
 from tidemill.runtime.errors import InvalidRequest, NotFound, ServiceError
 
 
@@ -84,7 +86,8 @@ def test_builtin_models_are_the_same_ones_wherever_they_are_installed(
     known = fetch(model="demo").weight_version
     copy = tmp_path / "demo"
     shutil.copytree(builtin_models()["demo"], copy)
-    monkeypatch.setattr(checkpoint, "builtin_models", lambda: {"demo": copy})
+    for module in (checkpoint, model_folder):
+        monkeypatch.setattr(module, "builtin_models", lambda: {"demo": copy})
     for path in copy.iterdir():
         os.utime(path, (1e9, 1e9))
     assert fetch(model="demo").weight_version == known

@@ -17,6 +17,7 @@ import pytest
 from tests.waiting import PATIENCE_S, eventually
 from tidemill import cli
 from tidemill.commands import bench, child, ports, spellings
+from tidemill.runtime.endings import ending
 from tidemill.runtime.errors import FailedPrecondition
 
 ROOT = Path(__file__).parents[2]
@@ -206,14 +207,14 @@ async def test_child_is_heard_and_stopped(tmp_path: Path) -> None:
     running, lines = await started("sleeper", tmp_path)
     await running.stop(PATIENCE_S)
     assert lines == ["hi"]
-    assert child.ending(await running.wait()) == "was killed by SIGTERM"
+    assert ending(await running.wait()) == "was killed by SIGTERM"
 
 
 async def test_child_that_does_not_listen_is_killed(tmp_path: Path) -> None:
     (tmp_path / "deaf.py").write_text("import signal\nsignal.signal(15, signal.SIG_IGN)\n" + SLEEP)
     running, _ = await started("deaf", tmp_path)
     await running.stop(0.1)
-    assert child.ending(await running.wait()) == "was killed by SIGKILL"
+    assert ending(await running.wait()) == "was killed by SIGKILL"
 
 
 def test_child_does_not_outlive_us(tmp_path: Path) -> None:

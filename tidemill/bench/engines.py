@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from engine_service.config import EngineConfig
+from engine_service.model_folder import check_model
 from tidemill.bench.shapes import read_shape, shape_folder
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ def open_engine(
 
     A shape gets random weights. `longest` and `max_rows` yield to flags of the same meaning.
     """
+    if shape is None:
+        check_model(config.model)
     with ExitStack() as stack:
         changes: dict[str, Any] = {"prefix_caching": False}
         if shape is not None:

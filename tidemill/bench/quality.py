@@ -11,6 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from engine_service.model_folder import check_model
 from tidemill.bench.tasks import Item, held_out, is_correct
 from tidemill.runtime.errors import InvalidRequest
 
@@ -62,6 +63,7 @@ def run(options: QualityOptions) -> dict[str, Any]:
     `tasks` and `first_misses` are those of `params` as given; with `every_rule`, `rules` has the
     figures of all.
     """
+    check_model(options.model)
     from tidemill.llm import LLM
 
     llm = LLM(options.model, dtype=options.dtype)

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from engine_service.config import EngineConfig
+from engine_service.model_folder import check_model
 from tidemill.bench.shapes import read_shape, shape_folder
 from tidemill.bench.tokenizer import write_tokenizer
 from tidemill.runtime.options import flag_of, settings_of
@@ -52,8 +53,10 @@ def running_services(
 ) -> Iterator[Services]:
     """Engines with `num_frontends` frontends on free ports, ready; stopped at the end.
 
-    Raises RuntimeError with the end of its log when one of them ends before it is ready.
+    Raises what `check_model` does, and RuntimeError with the end of its log when one of them ends
+    before it is ready.
     """
+    check_model(config.model)
     engine_ports = _free_row(num_engines)
     flags = [*_engine_flags(config), f"--engine-port={engine_ports[0]}", "--drain-timeout-s=1"]
     if num_engines > 1:

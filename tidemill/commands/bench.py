@@ -17,6 +17,7 @@ from typing import NamedTuple
 from engine_service.config import EngineConfig
 from tidemill.bench.context import context
 from tidemill.bench.engines import NOT_MEASURED, NOT_SERVED
+from tidemill.commands.foreign_flags import ADVICE
 from tidemill.commands.spellings import ours
 from tidemill.runtime import options
 
@@ -87,7 +88,9 @@ def run(argv: Sequence[str]) -> int:
     if benchmark.takes_engine:
         kinds, hidden = [*kinds, EngineConfig], benchmark.hidden
     prog = f"tidemill bench {name}"
-    chosen, report, *engine = options.parse(kinds, ours(rest), prog=prog, hidden=hidden)
+    chosen, report, *engine = options.parse(
+        kinds, ours(rest), prog=prog, hidden=hidden, advice=ADVICE
+    )
     figures = module.run(chosen, *engine)
     if hasattr(module, "table"):
         print(*(f"{label:<28} {value}" for label, value in module.table(figures)), sep="\n")

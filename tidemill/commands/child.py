@@ -83,13 +83,6 @@ class Child:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def ending(code: int) -> str:
-    """How a process with this status ended."""
-    return (
-        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    )
-
-
 def _follow_into_death(parent: int) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it died before the call above

@@ -6,20 +6,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine_service.config import EngineConfig
+from engine_service.model_folder import check_model
 from engine_service.nodes import serving_node
 from tidemill.commands import ports
 from tidemill.commands.engine_group import EnginePlan, engines_of, placed, wishes_of, with_ports
+from tidemill.commands.foreign_flags import ADVICE
 from tidemill.commands.launcher_config import LauncherConfig
 from tidemill.commands.spellings import ours
 from tidemill.runtime import options
 
 
 def run(argv: Sequence[str]) -> int:
-    """Serves until SIGTERM; returns the exit status. Raises InvalidRequest for several engines of
-    which each would refuse its place among hosts."""
+    """Serves until SIGTERM; returns the exit status. Raises what `check_model` does, and
+    InvalidRequest for several engines of which each would refuse its place among hosts."""
     launcher, config = options.parse(
-        [LauncherConfig, EngineConfig], ours(argv), prog="tidemill engine", positional="model"
+        [LauncherConfig, EngineConfig],
+        ours(argv),
+        prog="tidemill engine",
+        positional="model",
+        advice=ADVICE,
     )  # --help before slow imports
+    check_model(config.model)
     if launcher.data_parallel_size == 1:
         from engine_service.__main__ import serve
 

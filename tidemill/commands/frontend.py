@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from frontend.config import FrontendConfig
+from tidemill.commands.foreign_flags import ADVICE
 from tidemill.commands.spellings import ours
 from tidemill.runtime import options
 
@@ -10,7 +11,9 @@ from tidemill.runtime import options
 def run(argv: Sequence[str]) -> int:
     """Serves until SIGTERM; returns the exit status."""
     given = ours(argv)
-    options.parse([FrontendConfig], given, prog="tidemill frontend")  # --help before slow imports
+    options.parse(
+        [FrontendConfig], given, prog="tidemill frontend", advice=ADVICE
+    )  # --help before slow imports
     from frontend.__main__ import main
 
     return main(given)

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine_service.config import EngineConfig
+from engine_service.model_folder import check_model
+from tidemill.commands.foreign_flags import ADVICE
 from tidemill.commands.spellings import ours
 from tidemill.runtime import options
 
@@ -48,9 +50,11 @@ def run(argv: Sequence[str]) -> int:
         [EngineConfig, GenerateOptions],
         ours(argv),
         prog="tidemill generate",
+        advice=ADVICE,
         positional="model",
         hidden=_SERVER_ONLY,
     )
+    check_model(engine.model)
     from tidemill.llm import LLM
     from tidemill.sampling_params import SamplingParams
 

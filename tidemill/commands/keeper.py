@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 
 import grpc
 
-from tidemill.commands.child import Child, ending
+from tidemill.commands.child import Child
 from tidemill.commands.engine_group import EnginePlan
 from tidemill.commands.engine_state import Serving, probed, serving, stages
 from tidemill.commands.ports import reachable
 from tidemill.commands.screen import Screen
 from tidemill.runtime import options
+from tidemill.runtime.endings import ending
 from tidemill.runtime.errors import EngineDead
 
 MODULE = "engine_service"

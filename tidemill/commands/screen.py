@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from frontend.config import FrontendConfig
+from frontend.model_names import read_names
 from tidemill.commands.engine_state import Serving
 from tidemill.runtime import log
 
@@ -102,9 +103,10 @@ class Screen:
         way, facts = self._last(), engines[0]
         way.enter("")
         self.close()
-        model = frontend.served_model_name or facts.model
+        names = read_names(frontend.served_model_name, facts.model)
+        told = ", ".join(names.listed)
         url = f"{'http' if frontend.tls_cert is None else 'https'}://{host}:{frontend.http_port}/v1"
-        path, ask = _trial(model, facts)
+        path, ask = _trial(names.first, facts)
         spent = {name: f"{s:.1f}" for name, s in way.seconds.items() if s >= _WORTH_TELLING_S}
         stages = ", ".join(f"{name} {seconds}" for name, seconds in spent.items())
         pages = sum(one.num_pages for one in engines)
@@ -114,7 +116,7 @@ class Screen:
         )
         print(
             f"\nTidemill is ready after {way.changed - way.began:.1f} s ({stages})",
-            f"  model   {model}: {facts.architecture}, {facts.method or 'encoder'}",
+            f"  model   {told}: {facts.architecture}, {facts.method or 'encoder'}",
             f"  device  {', '.join(dict.fromkeys(one.device for one in engines))}, {facts.dtype}",
             f"  HTTP    {url}",
             f"  gRPC    {host}:{frontend.grpc_port} (tidemill.v1.TextService)",

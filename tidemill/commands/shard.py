@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from engine_service.config import EngineConfig
+from engine_service.model_folder import check_model
 from tidemill.runtime import options
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -39,6 +40,7 @@ def run(argv: Sequence[str]) -> int:
     (wanted,) = options.parse(
         [ShardOptions], argv, prog="tidemill shard", positional="model output"
     )
+    check_model(wanted.model)
     from engine_service.worker.shard_writer import write_shards
 
     config = EngineConfig(

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 from frontend.config import FrontendConfig
 from tidemill.commands import ports
-from tidemill.commands.child import Child, ending
+from tidemill.commands.child import Child
 from tidemill.commands.engine_group import EnginePlan
 from tidemill.commands.engine_state import healthy, probed
 from tidemill.commands.keeper import MODULE, Keeper, arguments, environ_without
 from tidemill.commands.screen import Screen
 from tidemill.runtime import options
+from tidemill.runtime.endings import ending
 
 _MARGIN_S = 10.0  # for a service to close down, beside its drain
 _HEALTH_EVERY_S = 0.1

@@ -62,13 +62,14 @@ def parse(
     prog: str,
     positional: str = "",
     hidden: Collection[str] = (),
+    advice: Mapping[str, str] = MappingProxyType({}),
     environ: Mapping[str, str] = os.environ,
 ) -> list[Any]:
     """One instance per dataclass. A field that several share is one flag and sets them all.
 
     `positional` names fields, in order, that may stand without their flags; `hidden` ones keep
-    their defaults. Ends with status 2 at a wrong or unknown key, with 0 after --help and
-    --print-config.
+    their defaults; `advice` says what to do about flags that are none of ours. Ends with status 2
+    at a wrong or unknown key, with 0 after --help and --print-config.
     """
     own = [{n: s for n, s in settings_of(k).items() if n not in hidden} for k in kinds]
     known = {n: s for settings in (*own, *reversed(own)) for n, s in settings.items()}
@@ -79,8 +80,9 @@ def parse(
         vars(said).update(zip(unsaid, rest, strict=False))
         rest = []
     try:
-        _refuse_unknown("argument", [w for w in rest if w[:1] == "-"] or rest, map(flag_of, known))
-        words = _words_of_file(said.config, known) + _words_of_environment(environ, known)
+        unknown = [w for w in rest if w[:1] == "-"] or rest
+        _refuse_unknown("argument", unknown, map(flag_of, known), advice)
+        words = _words_of_file(said.config, known, advice) + _words_of_environment(environ, known)
     except (OSError, ValueError, yaml.YAMLError) as error:
         parser.error(str(error))
     found = vars(parser.parse_args(words)) | vars(said)
@@ -143,12 +145,12 @@ def _convert(hint: Any, text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r} is not {_metavar(hint)}") from None
 
 
-def _words_of_file(path: str, known: Mapping[str, Setting]) -> list[str]:
+def _words_of_file(path: str, known: Mapping[str, Setting], advice: Mapping[str, str]) -> list[str]:
     loaded = yaml.safe_load(Path(path).read_text()) if path else {}
     if not isinstance(loaded, dict):
         raise ValueError(f"{path}: expected a mapping of names to values")
     said = {str(key).replace("-", "_"): value for key, value in loaded.items()}
-    _refuse_unknown(f"key in {path}:", said, known)
+    _refuse_unknown(f"key in {path}:", said, known, advice)
     return [flag_of(name, value) for name, value in said.items()]
 
 
@@ -164,10 +166,14 @@ def _words_of_environment(environ: Mapping[str, str], known: Mapping[str, Settin
     return words
 
 
-def _refuse_unknown(what: str, words: Iterable[str], known: Iterable[str]) -> None:
+def _refuse_unknown(
+    what: str, words: Iterable[str], known: Iterable[str], advice: Mapping[str, str]
+) -> None:
     valid = list(known)
     for word in words:
         if word not in valid:
-            near = get_close_matches(word.partition("=")[0], valid, n=2)
+            name = word.partition("=")[0]
+            told = advice.get(name) or advice.get(flag_of(name))
+            near = get_close_matches(name, valid, n=2)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise ValueError(f"unknown {what} {word}{hint}")
+            raise ValueError(f"unknown {what} {word}{f': {told}' if told else hint}")

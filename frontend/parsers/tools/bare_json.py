@@ -25,10 +25,13 @@ class NamedCallParser(GrammarParser):
 
 
 class CallListParser(JsonParser):
-    """The output is [{"name": ..., "parameters": {...}}, ...]; what is no call is content."""
+    """The output is [{"name": ..., "parameters": {...}}, ...]; what is no call is content, unless
+    it may have become one."""
+
+    is_forced = True
 
     def _read(self) -> Steps[None]:
         self._hold()
         if not (yield from self._call_list()):
-            self._release()
+            yield from self._give_up()
         yield from self._rest(self._say)

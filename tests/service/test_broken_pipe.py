@@ -1,0 +1,90 @@
+"""Whoever reads what a command prints may leave before its end: no traceback follows."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.service.frontends import stack
+from tests.waiting import PATIENCE_S
+from tidemill.commands.pipes import LEFT, while_read
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def unread() -> Iterator[int]:
+    """The end of a pipe whose reader has left."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        yield writer
+    finally:
+        os.close(writer)
+
+
+def environ(buffered: bool) -> dict[str, str]:
+    found = {**os.environ, "PYTHONPATH": str(ROOT), "GRPC_VERBOSITY": "NONE"}
+    found.pop("PYTHONUNBUFFERED", None)
+    return found if buffered else {**found, "PYTHONUNBUFFERED": "1"}
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize(
+    "argv",
+    [["--help"], ["--version"], ["bench"], ["serve", "--help"], ["bench", "latency", "--help"]],
+    ids=" ".join,
+)
+def test_nobody_reads_from_the_beginning(argv: list[str], buffered: bool) -> None:
+    with unread() as writer:
+        done = subprocess.run(
+            [sys.executable, "-m", "tidemill", *argv],
+            stdout=writer, stderr=subprocess.PIPE, env=environ(buffered), text=True,
+            timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
+    assert (done.returncode in (0, LEFT), done.stderr) == (True, "")
+
+
+def test_both_outputs_into_one_pipe() -> None:
+    with unread() as writer:
+        words = [sys.executable, "-m", "tidemill", "serve", "no-such-model"]
+        done = subprocess.run(
+            words, stdout=writer, stderr=writer, env=environ(True), timeout=PATIENCE_S, check=False
+        )
+    assert done.returncode == LEFT
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+async def test_a_reader_that_leaves_a_chat(tmp_path: Path, buffered: bool) -> None:
+    """It has read the beginning of an answer that then goes on."""
+    reader, writer = os.pipe()
+    async with stack(tmp_path, engine={"hold_after": 3}) as served:
+        words = ["chat", "ab" * 50, "--server", served.grpc_address, "--max-tokens=100"]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tidemill", *words),
+            stdout=writer,
+            stderr=asyncio.subprocess.PIPE,
+            env=environ(buffered),
+        )
+        os.close(writer)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await asyncio.to_thread(os.read, reader, 1) == b"a"
+            os.close(reader)
+            served.engine.hold_after = None
+            _, err = await process.communicate()
+    assert (process.returncode, err) == (LEFT, b"")
+
+
+def test_a_connection_that_broke_is_another_thing() -> None:
+    def breaks() -> int:
+        raise BrokenPipeError(32, "of a socket")
+
+    with pytest.raises(BrokenPipeError, match="of a socket"):
+        while_read(breaks)

@@ -1,0 +1,70 @@
+"""Conversations that callers of `tidemill.LLM` give it, read by the frontend's own rules: what a
+server would refuse is refused in the same words. It does not know the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from frontend.api.openai_request import as_body, to_chat
+from frontend.api.openai_schema import ChatBody
+from frontend.reading import check_place
+from frontend.request import Chat
+from frontend.roles import as_known
+from frontend.template import ChatTemplate, load_template
+from frontend.tokenizer import TextTokenizer
+from tidemill.nesting import MAX_DEPTH, is_too_deep
+from tidemill.runtime.errors import InvalidRequest
+
+
+def as_prompts(
+    messages: Any,
+    tokenizer: TextTokenizer,
+    *,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Prompts of one conversation or of several, rendered by the model's template: {"prompt",
+    "prompt_token_ids"}.
+
+    Raises InvalidRequest or Unsupported, naming the field as a server does.
+    """
+    told = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        "chat_template_kwargs": template_kwargs,
+        "tools": tools,
+    }
+    template = load_template(tokenizer, None)
+    chats = [_read_chat(one, template, told) for one in _as_chats(messages)]
+    texts = [template.render(chat) for chat in chats]
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return [{"prompt": t, "prompt_token_ids": i} for t, i in zip(texts, ids, strict=True)]
+
+
+def _as_chats(messages: Any) -> list[Any]:
+    """Several conversations, whichever way one or many were given."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        return [messages]
+    is_one = bool(messages) and isinstance(messages[0], Mapping)
+    return [messages] if is_one else list(messages)
+
+
+def _read_chat(messages: Any, template: ChatTemplate, told: Mapping[str, Any]) -> Chat:
+    """A conversation as a body says it."""
+    given: dict[str, Any] = {"messages": messages, **told}
+    if isinstance(messages, Sequence) and not isinstance(messages, str):
+        given["messages"] = [dict(m) if isinstance(m, Mapping) else m for m in messages]
+    if is_too_deep(given):
+        raise InvalidRequest(
+            f"messages have more than {MAX_DEPTH} objects and lists inside of each other; nest "
+            "them less deeply",
+            param="messages",
+        )
+    (chat,) = to_chat(as_body(given, ChatBody)).prompts
+    assert isinstance(chat, Chat), "a body of messages"
+    check_place(chat, template.variables)
+    return as_known(chat, template.source)
