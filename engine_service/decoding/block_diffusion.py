@@ -107,22 +107,24 @@ class BlockDiffusion(DecodeStrategy):
 
     def foresee(self, view: View, span: Span, *, may_err: bool) -> View | None:
         """The block that `span` decides on is still open, or full behind it, where its rule says
-        which; else it is taken to be open. A block that is known to be full already was stored by
-        `span`. With shifted logits a span of a full block decides the next one's first token."""
+        which. A step that may be in vain takes it to be open: it is one of many tokens, in which
+        spans of two blocks cost as much as a step that stores a block, and are captured less. A
+        block that is known to be full was stored by `span`. With shifted logits a span of a full
+        block decides the next one's first token."""
         if self._shift:
             return None
         canvas, size = view.canvas, self.mask_block
-        if span.decide_stop <= view.committed_len:
-            return view._replace(num_cached=span.stop) if may_err else None
-        num_open = canvas.fixed.count(False)
-        left = left_open(view.params, num_open, step=canvas.step, steps=view.params.steps)
-        if left == 0:
-            end = view.committed_len + len(canvas.fixed)
-            opened = masks(self.mask_token_id, size)
-            return view._replace(committed_len=end, num_cached=end - size, canvas=opened)
-        if left is None and not may_err:
+        is_full = span.decide_stop <= view.committed_len
+        if may_err:
+            return view._replace(num_cached=span.stop if is_full else span.stop - size)
+        num_open, steps = canvas.fixed.count(False), view.params.steps
+        left = None if is_full else left_open(view.params, num_open, step=canvas.step, steps=steps)
+        if left is None:
             return None
-        return view._replace(num_cached=span.stop - size)
+        if left:
+            return view._replace(num_cached=span.stop - size)
+        end, opened = view.committed_len + len(canvas.fixed), masks(self.mask_token_id, size)
+        return view._replace(committed_len=end, num_cached=end - size, canvas=opened)
 
     def settle(
         self, committed_len: int, canvas: Canvas, span: Span, decision: Decision | None

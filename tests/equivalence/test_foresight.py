@@ -106,18 +106,19 @@ def sizes(engine: ToyEngine) -> list[int]:
     return [span.num_tokens for plan in engine.plans for span in plan.spans]
 
 
-@pytest.mark.parametrize("foreseen_tokens", [0, NEVER])
-def test_what_a_rule_says_is_planned_ahead(foreseen_tokens: int) -> None:
+def test_what_a_rule_says_is_planned_ahead() -> None:
     """No step is sat out, none in vain; a block is stored by the next one's first span."""
-    engine, num_still = alone(foreseen_tokens, KNOWN)
+    engine, num_still = alone(NEVER, KNOWN)
     assert len(engine.plans) == 3 * SIZE
     assert num_still == 1, "the last turn collects"
     assert sizes(engine).count(2 * SIZE) == 3, "the prompt with the first block, and two blocks"
 
 
-def test_what_is_assumed_costs_a_step_in_vain() -> None:
-    """Eight decisions a block, one pass that stores it, and one step in vain behind the end."""
-    engine, num_still = alone(0, ASSUMED)
+@pytest.mark.parametrize("name", ["assumed", "known"])
+def test_what_is_assumed_costs_a_step_in_vain(name: str) -> None:
+    """Eight decisions a block, one pass that stores it, and one step in vain behind the end; in
+    steps of many tokens also where the rule says when a block is full."""
+    engine, num_still = alone(0, {"assumed": ASSUMED, "known": KNOWN}[name])
     assert len(engine.plans) == 3 * SIZE + 2 + 1
     assert num_still == 1, "the last turn collects"
 
