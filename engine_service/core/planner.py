@@ -48,7 +48,7 @@ class Planner:
         self.num_servable = limits.max_rows
         """Rows that requests can hold at once: all, or as many as the last plan had pages for."""
         self._foresees = False
-        """Enough rows decide for the plan that is being made to look beyond decisions."""
+        """Enough rows decide for the plan that is being made to assume what they decide."""
 
     @property
     def num_started(self) -> int:
