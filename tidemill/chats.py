@@ -36,7 +36,7 @@ def as_prompts(
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
         "chat_template_kwargs": template_kwargs,
-        "tools": tools,
+        "tools": None if tools is None else _plain(tools),
     }
     template = load_template(tokenizer, None)
     chats = [_read_chat(one, template, told) for one in _as_chats(messages)]
@@ -57,7 +57,7 @@ def _read_chat(messages: Any, template: ChatTemplate, told: Mapping[str, Any]) -
     """A conversation as a body says it."""
     given: dict[str, Any] = {"messages": messages, **told}
     if isinstance(messages, Sequence) and not isinstance(messages, str):
-        given["messages"] = [dict(m) if isinstance(m, Mapping) else m for m in messages]
+        given["messages"] = _plain(messages)
     if is_too_deep(given):
         raise InvalidRequest(
             f"messages have more than {MAX_DEPTH} objects and lists inside of each other; nest "
@@ -68,3 +68,8 @@ def _read_chat(messages: Any, template: ChatTemplate, told: Mapping[str, Any]) -
     assert isinstance(chat, Chat), "a body of messages"
     check_place(chat, template.variables)
     return as_known(chat, template.source)
+
+
+def _plain(given: Sequence[Any]) -> list[Any]:
+    """What a body's JSON would hold: mappings of other kinds as dicts."""
+    return [dict(one) if isinstance(one, Mapping) else one for one in given]

@@ -30,13 +30,14 @@ def settle_kinds(made: object) -> None:
     """Checks all fields of a new dataclass, and makes scalars of other libraries plain ones.
 
     Raises TypeError naming the field, its value and what it should have been. An integer is a
-    number; True and False are neither.
+    number; True and False are neither. None is an empty list or mapping, as other libraries say it.
     """
     kind = type(made)
     for name, hint in _hints(kind):  # type: ignore[arg-type]  # classes are hashable
         value = getattr(made, name)
         try:
-            plain = _settled(hint, value)
+            is_empty = value is None and get_origin(hint) in (list, dict)
+            plain = get_origin(hint)() if is_empty else _settled(hint, value)
         except (TypeError, OverflowError):  # the latter: an integer that no float can hold
             shown = repr(value)
             shown = shown if len(shown) <= _MOST_SHOWN else shown[:_MOST_SHOWN] + "..."
@@ -57,9 +58,9 @@ def _hints(kind: type[Any]) -> tuple[tuple[str, Any], ...]:
 def _settled(hint: Any, value: Any) -> Any:
     """The value as a plain one, lists and mappings as new ones; raises TypeError for one of another
     kind."""
-    origin, inner = get_origin(hint), get_args(hint)
     if hint is Any or type(value) is hint:
         return value
+    origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return _first_of(inner, value)
     if origin is list and isinstance(value, Sequence | Set) and not isinstance(value, str | bytes):

@@ -108,7 +108,7 @@ class SchedulerLimits:
     max_queue_delay_s: float = 0.0
     """Longest wait that a new request may expect, in seconds; 0: any."""
     foreseen_tokens: int = 2048
-    """Query tokens of the decoding rows from which their next spans are planned from what strategies
+    """Query tokens of the decoding rows from which next spans are planned from what strategies
     assume of decisions. Below, a step takes as long for half of the rows: one that turns out to be
     in vain costs more than sitting one out."""
     num_cohorts: int = 1

@@ -176,7 +176,8 @@ class FullCanvas(DecodeStrategy):
 
     def foresee(self, view: View, span: Span, *, may_err: bool) -> View | None:
         """What is open behind `span`, where the rule says how much: the same block, or the next
-        one. A whole canvas that was computed in vain would cost more than a step sat out."""
+        one. Nothing is assumed: a whole canvas in vain would cost more than a step sat out. One is
+        computed in vain behind an end that `span` turns out to decide."""
         canvas, params = view.canvas, view.params
         end = view.committed_len + len(canvas.token_ids)
         first = max(0, span.decide_start - view.committed_len)

@@ -74,12 +74,23 @@ def test_the_engine_decodes_as_the_slow_evaluation_does(tmp_path: Path) -> None:
     prompts = [evaluate.chat_prompt(item) for item in tasks.held_out(4)]
     llm = LLM(str(tmp_path / "canvas"), device="cpu")
     length = evaluate.MAX_NEW_TOKENS
-    asked = SamplingParams(temperature=0, max_tokens=length, method_params={"threshold": 0.1})
+    threshold = parting(model, prompts)
+    asked = SamplingParams(temperature=0, max_tokens=length, method_params={"threshold": threshold})
     outputs = llm.generate(prompts, asked, use_tqdm=False)
-    replies = evaluate.decode_canvas(model, prompts, 0.1)
+    replies = evaluate.decode_canvas(model, prompts, threshold)
     for reply, output in zip(replies, outputs, strict=True):
         assert reply.token_ids == list(output.outputs[0].token_ids)
         assert reply.forwards == output.usage.forward_passes
     assert any(len(reply.token_ids) > 32 for reply in replies), "no answer has a second block"
-    other = evaluate.decode_canvas(model, prompts, 2.0)
-    assert [one.forwards for one in other] != [one.forwards for one in replies], "the control"
+
+
+def parting(model: DemoLM, prompts: list[list[int]]) -> float:
+    """The highest threshold that some positions reach and others do not. Processors train in
+    bfloat16 each in its own way, so how sure the model is differs between them."""
+    alone = sum(reply.forwards for reply in evaluate.decode_canvas(model, prompts, 2.0))
+    at_once = sum(reply.forwards for reply in evaluate.decode_canvas(model, prompts, 0.0))
+    for hundredths in range(40, 0, -1):
+        replies = evaluate.decode_canvas(model, prompts, hundredths / 100)
+        if at_once < sum(reply.forwards for reply in replies) < alone:
+            return hundredths / 100
+    raise AssertionError("the control: no threshold makes a difference")

@@ -31,7 +31,7 @@ def run(which: int, foreseen_tokens: int, *, overlaps: bool = True) -> ToyEngine
     setup = Setup(
         page_size=4,
         block=SIZE,
-        num_pages=60,
+        num_pages=90,
         max_rows=6,
         logit_budget=48,
         overlaps=overlaps,
@@ -166,16 +166,17 @@ def canvases(which: int, *, overlaps: bool, foreseen_tokens: int = NEVER) -> Toy
     )
     for index in range(8):
         prompt, block = random_prompt(rng, 1, 9), rng.randint(2, SIZE)
-        length = block * rng.randint(1, 3)
+        num_blocks = rng.randint(1, 3)
+        length = block * num_blocks - (rng.randrange(block) if num_blocks > 1 else 0)
         knobs = random_knobs(rng, block, RULES) | {"block_length": block}
         if "steps" in knobs:
-            knobs["steps"] *= length // block
+            knobs["steps"] *= num_blocks
         knobs["cache"] = rng.choice(["none", "prefix", "dual"])
         if knobs["cache"] != "none" and rng.random() < 0.5:
             knobs["refresh_interval"] = rng.randint(1, 4)
         options = {"seed": index + 1, "ignore_eos": rng.random() < 0.5}
         options["temperature"] = rng.choice([0.0, 0.9])
-        options["logprobs"] = rng.choice([None, 2])
+        options["logprobs"], options["min_tokens"] = rng.choice([None, 2]), rng.randint(0, length)
         options["emit_canvas"] = rng.random() < 0.5
         if rng.random() < 0.5:
             options["pinned"] = ((len(prompt) + rng.randrange(length), 3),)

@@ -15,7 +15,7 @@ from tests.e2e.real_stack import HOST, START_S, engine, is_gone
 from tests.equivalence.test_kv_transfer import MOVED, check_moved
 from tests.gpu.test_ranks import SPARE
 from tests.service.engine_fixtures import spec, unpack
-from tests.waiting import eventually, free_port
+from tests.waiting import PATIENCE_S, eventually, free_port
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc as rpc
 
@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 ENDS_S = 5.0
+"""What is promised: the group ends, and the device is free."""
 FLAGS = ("demo", "--device=cuda", "--dtype=float32", "--memory-fraction=0.2")
 STREAMS, TOKENS = 4, 1900
 
@@ -75,7 +76,7 @@ def test_a_lost_process_leaves_the_device_as_it_was(
         assert len(right) == 40
         assert taken() > before + SPARE
         rank = service.rank_pid
-        held = [stub.Generate(asking(number, TOKENS)) for number in range(STREAMS)]
+        held = [stub.Generate(asking(n, TOKENS), timeout=START_S) for n in range(STREAMS)]
         for call in held:
             next(call)
         os.kill(rank if lost == "rank" else service.pid, sent)
@@ -98,7 +99,7 @@ def ready(port: int) -> bool:
     with grpc.insecure_channel(f"{HOST}:{port}") as channel:
         info = rpc.EngineInfoServiceStub(channel)
         try:
-            call = info.WatchState(pb.WatchStateRequest())
+            call = info.WatchState(pb.WatchStateRequest(), timeout=PATIENCE_S)
             state = next(iter(call)).state
             call.cancel()
         except grpc.RpcError:

@@ -52,6 +52,17 @@ def test_nobody_reads_from_the_beginning(argv: list[str], buffered: bool) -> Non
     assert (done.returncode in (0, LEFT), done.stderr) == (True, "")
 
 
+@pytest.mark.parametrize("closed", ["1", "2", "1 2"])
+def test_outputs_that_were_never_open(closed: str) -> None:
+    """As some supervisors start a program."""
+    shut = " ".join(f"{one}>&-" for one in closed.split())
+    done = subprocess.run(
+        ["sh", "-c", f'"{sys.executable}" -m tidemill --version {shut}'],
+        capture_output=True, env=environ(True), text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_both_outputs_into_one_pipe() -> None:
     with unread() as writer:
         words = [sys.executable, "-m", "tidemill", "serve", "no-such-model"]

@@ -49,6 +49,11 @@ def test_another_kind_is_refused(name: str, value: Any, said: str) -> None:
         SamplingParams(**{name: value})
 
 
+def test_none_is_an_empty_list_or_mapping() -> None:
+    names = ("stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "method_params")
+    assert SamplingParams(**dict.fromkeys(names)) == SamplingParams()
+
+
 def test_nothing_but_the_wrong_kind_is_refused() -> None:
     """Each field takes its default and what is of its kind; a value is for the engine to judge."""
     assert SamplingParams(**{one.name: getattr(SamplingParams(), one.name) for one in

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine_service.model_folder import builtin_models, check_model, folder_of, read_config
+from tests.waiting import PATIENCE_S
 from tidemill import LLM
 from tidemill.runtime.errors import InvalidRequest, NotFound, ServiceError
 
@@ -67,7 +68,9 @@ def refused(name: str) -> ServiceError:
 def test_every_verb_refuses_at_once(tmp_path: Path, verb: list[str], make: object) -> None:
     name = str(make(tmp_path))  # type: ignore[operator]
     words = [sys.executable, "-c", WITHOUT_ENGINE, *verb, "--model", name]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert done.returncode == 1, done.stderr
     assert done.stderr == f"tidemill {verb[0]}: {refused(name).message}\n"
 

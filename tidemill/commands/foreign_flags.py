@@ -43,7 +43,8 @@ _TOLD: Mapping[str, tuple[str, ...]] = MappingProxyType(
         _GRAPHS: ("--max-seq-len-to-capture", "--cuda-graph-max-bs", "--cuda-graph-bs"),
         _COMPILER: ("--compilation-config", "-O", "--enable-torch-compile"),
         _CHUNKS: ("--enable-chunked-prefill", "--chunked-prefill-size", "--max-prefill-tokens"),
-        _KINDS: ("--task", "--is-embedding", "--runner", "--tokenizer-mode"),
+        _KINDS: ("--task", "--is-embedding", "--runner"),
+        "tokenizers are always the fast ones": ("--tokenizer-mode",),
         _MEDIA: ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--enable-multimodal"),
         _MOVES: ("--kv-transfer-config", "--disaggregation-mode"),
         _ORDER: (

@@ -7,6 +7,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable
+from typing import TextIO
 
 LEFT = 128 + signal.SIGPIPE
 """The status of a program that such a pipe has ended."""
@@ -19,15 +20,22 @@ def while_read(run: Callable[[], int]) -> int:
         try:
             return run()
         finally:
-            sys.stdout.flush()
+            for one in _outputs():
+                one.flush()
     except BrokenPipeError:
-        left = [one for one in (sys.stdout, sys.stderr) if _nobody_reads(one.fileno())]
+        left = [one for one in _outputs() if _nobody_reads(one.fileno())]
         if not left:
             raise
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for one in left:  # at its end the interpreter writes what is still to be written
             os.dup2(nowhere, one.fileno())
         return LEFT
+
+
+def _outputs() -> list[TextIO]:
+    """Those that were open when the program began."""
+    both: tuple[TextIO | None, ...] = (sys.stdout, sys.stderr)
+    return [one for one in both if one is not None]
 
 
 def _nobody_reads(descriptor: int) -> bool:

@@ -80,7 +80,8 @@ def parse(
         vars(said).update(zip(unsaid, rest, strict=False))
         rest = []
     try:
-        unknown = [w for w in rest if w[:1] == "-"] or rest
+        # Of several values of one flag, all but the first look like further positional ones.
+        unknown = [w for w in rest if w[:1] == "-"] or rest[len(unsaid) :]
         _refuse_unknown("argument", unknown, map(flag_of, known), advice)
         words = _words_of_file(said.config, known, advice) + _words_of_environment(environ, known)
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -176,4 +177,6 @@ def _refuse_unknown(
             told = advice.get(name) or advice.get(flag_of(name))
             near = get_close_matches(name, valid, n=2)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            if what == "argument" and word[:1] != "-":
+                hint = "; several values of one flag stand with commas between"
             raise ValueError(f"unknown {what} {word}{f': {told}' if told else hint}")
