@@ -48,8 +48,9 @@ class GroupPages:
         return whole
 
     def write(self, pages: Sequence[int], whole: torch.Tensor) -> None:
-        """Each rank gets what is its own. What is large waits for who takes it: signs of life of
-        several hosts come by the same way."""
+        """Each rank gets what is its own, and has it when this returns. What is large waits for who
+        takes it: signs of life of several hosts come by the same way. So do plans, which must not
+        get ahead of it: a rank that waits for pages makes no room for them."""
         watcher = self._watcher
         with self._together():
             watcher.plans.send(pack(WritePages(tuple(pages))))
@@ -57,6 +58,7 @@ class GroupPages:
             for one in watcher.await_all(lambda one: one.awaits_pages):
                 part = cut(whole, self._shares[one.rank]).contiguous()
                 one.give_pages(bytearray(bytes_of(part)))
+            watcher.await_all(lambda one: one.took_pages)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
