@@ -111,6 +111,18 @@ def test_a_share_that_does_not_fit_ends_the_group() -> None:
         fails(pages, watcher, lambda: pages.read([1]), "could not move pages: RuntimeError: shape")
 
 
+def test_a_page_that_rank_0_cannot_read_ends_nothing() -> None:
+    """Nobody else was asked, so that what is read next is what was asked for next."""
+    mine = own(2)
+    with group(f"tells pages {SHARE_BYTES}") as (watcher, lost):
+        ready(watcher)
+        pages = GroupPages(mine, watcher, 1)
+        with pytest.raises(IndexError):
+            pages.read([PAGES, 1])
+        assert torch.equal(pages.read([3])[:, :, :, :, :1], mine.read([3]))
+        assert not lost
+
+
 def test_a_page_that_rank_0_cannot_write_ends_the_group() -> None:
     """The others have it by then."""
     with group("") as (watcher, _):
