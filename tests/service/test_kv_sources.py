@@ -114,6 +114,24 @@ async def test_a_reason_that_was_lost_is_asked_for(
         assert ("it broke while a message was sent" in caplog.text) is not is_gone
 
 
+async def test_who_cannot_ask_for_the_reason_tells_the_failure_that_there_was(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with target("grpc") as made:
+
+        async def refuse(_: str) -> None:
+            raise FailedPrecondition("the certificates are gone")
+
+        async def receive(*_: Any) -> bool:
+            monkeypatch.setattr(made.fetches._sources, "channel", refuse)
+            raise LOST
+
+        monkeypatch.setattr(made.fetches, "_receive", receive)
+        await made.fetch()
+        assert told(caplog, made.addresses[0]), caplog.text
+        assert "it broke while a message was sent" in caplog.text
+
+
 def test_a_name_without_a_ca_is_refused() -> None:
     with pytest.raises(FailedPrecondition, match=r"prefill\.example.*give --kv-tls-ca") as caught:
         Sources(config(kv_tls_name=NAME))
