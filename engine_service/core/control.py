@@ -155,8 +155,8 @@ class ControlDesk:
         """Those that are due. Call it once a turn, behind what the turn has told of pages: what a
         snapshot shows is in no event that follows it, and what follows it not in the snapshot.
 
-        Pages are moved here, for at most TRANSFERRING_S a turn: steps go on meanwhile. Raises
-        EngineDead where a rank was lost over it."""
+        Pages are moved here, for TRANSFERRING_S a turn and one piece at least: steps in flight go
+        on meanwhile, but stages do them first. Raises EngineDead where a rank was lost over it."""
         if self._snapshots:
             shown = self._scheduler.snapshot_pages()
             self._answers += [Answer(ticket, shown) for ticket in self._snapshots]

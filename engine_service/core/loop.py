@@ -105,15 +105,18 @@ class CoreLoop:
         self._drain(0.0 if is_busy else idle_s)
         try:
             plan = self._step()
-            batch = self._gather()
+            self._tell(self._gather())  # before pages are moved, over which a rank may be lost
+            self._tell(self._controls.answers())
         except Exception as failure:
             self._outbox.send([Fatal(f"{type(failure).__name__}: {failure}")])
             raise
-        if batch:
-            self._outbox.send(batch)
         # An idle turn is no step's cost; counting it would also change the load of an idle engine.
         if plan is not None or self._num_steps > steps_before:
             self._host_ns += self._own_time_ns() - began
+
+    def _tell(self, batch: Sequence[Event]) -> None:
+        if batch:
+            self._outbox.send(batch)
 
     def _own_time_ns(self) -> int:
         """CPU time of this thread so far, less what the executor took of it."""
@@ -140,9 +143,9 @@ class CoreLoop:
         return plan
 
     def _gather(self) -> list[Event]:
-        """What the turn has to tell; pages are moved here. Steps go before the output that may end
-        their sequences, changes of the index before the answers: a snapshot has all that was told
-        before."""
+        """What the turn has to tell but the answers, which go behind it: a snapshot has all changes
+        of the index that were told before. Steps go before the output that may end their
+        sequences."""
         now = self._clock()
         output = self._scheduler.emit(heartbeat=now - self._last_output >= self._heartbeat_s)
         batch: list[Event] = [] if self._watch is None else [*self._watch.take(now)]
@@ -152,7 +155,7 @@ class CoreLoop:
             batch.append(output._replace(load=load))
         if changes := self._scheduler.take_kv_events():
             batch.append(KvEvents(self._num_steps, changes))
-        return batch + self._controls.answers()
+        return batch
 
     def _drain(self, timeout_s: float) -> None:
         for command in self._inbox.receive(timeout_s):

@@ -26,6 +26,7 @@ from engine_service.ranks.messages import (
     PagesAwaited,
     PagesGiven,
     PagesRead,
+    PagesTaken,
     Ran,
     ReadPages,
     Start,
@@ -139,6 +140,7 @@ def _move(own: RankPages, asked: ReadPages | WritePages, pipe: BlockingPipe) -> 
             pipe.send([PagesAwaited()])
             (given,) = cast(list[PagesGiven], pipe.receive(None))
             own.write(pages, own.held.opened(given.content))
+            pipe.send([PagesTaken()])
 
 
 def _next(plans: Reader, watch: _Watch) -> _Order:

@@ -35,11 +35,12 @@ class GroupPages:
         self._others = [rank for rank, share in enumerate(shares) if rank and not share.is_copy]
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
-        """[N, L, 2, G, K, D]: what each rank has of it, copies left out."""
+        """[N, L, 2, G, K, D]: what each rank has of it, copies left out. Raises what rank 0's own
+        read raises, too, which hurts nobody: the others have not been asked yet."""
         watcher, shares, others = self._watcher, self._shares, self._others
+        own = self._own.read(pages)
         with self._together():
             watcher.plans.send(pack(ReadPages(tuple(pages))))
-            own = self._own.read(pages)
             told = watcher.await_all(lambda one: one.rank not in others or one.pages_read)
             whole = self.format.empty(len(pages))
             cut(whole, shares[0]).copy_(own)
@@ -48,8 +49,9 @@ class GroupPages:
         return whole
 
     def write(self, pages: Sequence[int], whole: torch.Tensor) -> None:
-        """Each rank gets what is its own. What is large waits for who takes it: signs of life of
-        several hosts come by the same way."""
+        """Each rank gets what is its own, and has it when this returns. What is large waits for who
+        takes it: signs of life of several hosts come by the same way. So do plans, which must not
+        get ahead of it: a rank that waits for pages makes no room for them."""
         watcher = self._watcher
         with self._together():
             watcher.plans.send(pack(WritePages(tuple(pages))))
@@ -57,6 +59,7 @@ class GroupPages:
             for one in watcher.await_all(lambda one: one.awaits_pages):
                 part = cut(whole, self._shares[one.rank]).contiguous()
                 one.give_pages(bytearray(bytes_of(part)))
+            watcher.await_all(lambda one: one.took_pages)
 
     @contextmanager
     def _together(self) -> Iterator[None]:

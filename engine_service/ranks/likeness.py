@@ -22,7 +22,8 @@ _OF_ONE_NODE = frozenset({
     "trace_sample_ratio", "trace_level", "trace_step_every", "log_level", "tokenizer",
     "max_queued_requests", "max_queued_tokens", "max_queue_delay_s", "age_bound_s",
     "max_logprobs", "default_method", "default_params", "generation_config", "prefix_caching",
-    "group_token_file", "simulated_step_ms",
+    "group_token_file", "simulated_step_ms", "kv_connector", "kv_transfer_timeout_s", "kv_tls_ca",
+    "kv_tls_name",
 })  # fmt: skip
 """What only the process that serves reads: other nodes need not be told."""
 

@@ -73,6 +73,11 @@ class PagesGiven(NamedTuple):
     content: bytearray
 
 
+class PagesTaken(NamedTuple):
+    """The answer: they are there. Nothing else is told before, so that no plan gets ahead of them:
+    who waits for pages takes no plans."""
+
+
 class Loaded(NamedTuple):
     """A follower takes plans from here on. `sizes` must be the same on all ranks."""
 

@@ -26,6 +26,7 @@ from engine_service.ranks.messages import (
     PagesAwaited,
     PagesGiven,
     PagesRead,
+    PagesTaken,
     Ran,
     Stage,
 )
@@ -64,6 +65,7 @@ class FollowerProcess:
         self.times: deque[Ran] = deque(maxlen=_MOST_TIMES)
         self.pages_read: PagesRead | None = None
         self.awaits_pages = False
+        self.took_pages = False
         self._clock = OtherClock()
         self._speaks = True
 
@@ -104,7 +106,7 @@ class FollowerProcess:
 
     def give_pages(self, content: bytearray) -> None:
         """What it waits for, once. Blocks until it has taken most of it; raises PeerGone."""
-        self.awaits_pages = False
+        self.awaits_pages = self.took_pages = False
         self._pipe.send([PagesGiven(content)])
 
     def look(self, poll: select.poll) -> None:
@@ -161,6 +163,8 @@ class FollowerProcess:
                 self.pages_read = message
             case PagesAwaited():
                 self.awaits_pages = True
+            case PagesTaken():
+                self.took_pages = True
             case Failed():
                 self.failed = message
             case _:

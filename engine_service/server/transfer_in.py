@@ -168,18 +168,21 @@ class Fetches:
             _LOG.exception("fetching KV failed", extra={"source": address})
 
     async def _reason(self, address: str) -> grpc.RpcError | None:
-        """Why there is no connection; None: there is one, or nobody knows so soon. Only a call that
-        sends nothing is sure to hear it."""
-        stream = await self._open(address)
+        """Why there is no connection; None: there is one, or nobody knows so soon, or cannot ask.
+        Only a call that sends nothing is sure to hear it. Raises nothing."""
         try:
-            async with asyncio.timeout(_REASON_S):
-                await stream.read()
+            stream = await self._open(address)
+            try:
+                async with asyncio.timeout(_REASON_S):
+                    await stream.read()
+            finally:
+                stream.cancel()
         except grpc.RpcError as failure:
             return failure
         except TimeoutError:
-            pass
-        finally:
-            stream.cancel()
+            return None
+        except Exception:  # certificates that are gone, a bug: the first failure is told then
+            _LOG.debug("no reason from %s", address, exc_info=True)
         return None
 
     async def _open(self, address: str) -> Any:

@@ -22,6 +22,7 @@ from engine_service.ranks.messages import (
     Loaded,
     PagesAwaited,
     PagesRead,
+    PagesTaken,
     Ran,
     Stage,
     WritePages,
@@ -57,10 +58,11 @@ def main(argv: list[str]) -> int:
             plan = plans.receive()
             if behaviour.startswith("tells pages"):
                 pipe.send([PagesRead(bytearray(int(behaviour.split()[-1])))])
-            if behaviour == "mirrors pages":
+            if behaviour in ("mirrors pages", "keeps pages"):
                 if isinstance(unpack(plan), WritePages):
                     pipe.send([PagesAwaited()])
                     (given,) = pipe.receive(None)
+                    pipe.send([Stage("keeps"), *[PagesTaken()] * (behaviour == "mirrors pages")])
                 else:
                     pipe.send([PagesRead(given.content)])
             if behaviour.startswith("is timed"):

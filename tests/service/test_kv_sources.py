@@ -17,6 +17,7 @@ import grpc
 import pytest
 from grpc.aio import Metadata
 
+from engine_service.server import transfer_in
 from engine_service.server.kv_sources import Sources
 from tests.certificates import Authority
 from tests.service.engine_fixtures import config
@@ -57,8 +58,9 @@ def told(caplog: pytest.LogCaptureFixture, address: str) -> bool:
 
 
 async def test_a_closed_port_is_told_with_address_reason_and_fix(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(transfer_in, "_REASON_S", PATIENCE_S)  # it is heard long before
     async with target("grpc") as made:
         with socket.socket() as closed:  # bound, so that nobody else listens there
             closed.bind(("127.0.0.1", 0))
@@ -100,6 +102,8 @@ async def test_a_reason_that_was_lost_is_asked_for(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_gone: bool
 ) -> None:
     """gRPC loses it where a message is sent before the end of the call has come."""
+    if is_gone:  # and heard long before; from an engine that is there nothing is
+        monkeypatch.setattr(transfer_in, "_REASON_S", PATIENCE_S)
     async with target("grpc") as made:
 
         async def receive(*_: Any) -> bool:
@@ -112,6 +116,24 @@ async def test_a_reason_that_was_lost_is_asked_for(
         assert told(caplog, made.addresses[0]), caplog.text
         assert ("Connection refused" in caplog.text) is is_gone
         assert ("it broke while a message was sent" in caplog.text) is not is_gone
+
+
+async def test_who_cannot_ask_for_the_reason_tells_the_failure_that_there_was(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with target("grpc") as made:
+
+        async def refuse(_: str) -> None:
+            raise FailedPrecondition("the certificates are gone")
+
+        async def receive(*_: Any) -> bool:
+            monkeypatch.setattr(made.fetches._sources, "channel", refuse)
+            raise LOST
+
+        monkeypatch.setattr(made.fetches, "_receive", receive)
+        await made.fetch()
+        assert told(caplog, made.addresses[0]), caplog.text
+        assert "it broke while a message was sent" in caplog.text
 
 
 def test_a_name_without_a_ca_is_refused() -> None:

@@ -47,7 +47,9 @@ def test_shares_are_joined_and_copies_are_not_asked_for() -> None:
         ready(watcher)
         pages = GroupPages(own(4, 4), watcher, 1)
         given = torch.randn(2, *pages.format.shape)
-        pages.write([4, 1], given)
+        for _ in range(2):
+            pages.write([4, 1], given)
+            assert [one.took_pages for one in watcher.followers] == [True] * 3
         assert torch.equal(pages.read([4, 1]), given)
     alone = own(1)
     with group("") as (watcher, _):
@@ -66,26 +68,39 @@ def fails(pages: GroupPages, watcher: Watcher, act: Callable[[], None], why: str
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("moment", ["reads", "writes", "takes"])
+@pytest.mark.parametrize("moment", ["reads", "writes", "takes", "keeps"])
 def test_nobody_waits_for_a_rank_that_is_lost(sent: signal.Signals, moment: str) -> None:
-    """It has been asked and will never answer, or takes no more of what it is given."""
-    with group("mirrors pages") as (watcher, lost):
+    """It has been asked and will never answer, or takes no more of what it is given, or has it all
+    and never says so: a plan that is told to others before might get ahead of pages on their way.
+    """
+    with group("keeps pages" if moment == "keeps" else "mirrors pages") as (watcher, lost):
         (pid,) = ready(watcher)
         pages = GroupPages(own(2), watcher, 1)
+        (follower,) = watcher.followers
+        give_pages = follower.give_pages
         large = pages.format.empty(100_000)  # more than lies in a pipe
 
         def lose(*_: object) -> None:
             os.kill(pid, sent)
 
+        def give(content: bytearray) -> None:
+            give_pages(content)
+            eventually(lambda: follower._stage == "keeps", "it never got them")
+            lose()
+
         if moment == "takes":
             pages._own.write = lambda *_: eventually(  # type: ignore[method-assign]
-                lambda: watcher.followers[0].awaits_pages and not lose(), "it never took them"
+                lambda: follower.awaits_pages and not lose(), "it never took them"
             )
+        elif moment == "keeps":
+            follower.give_pages = give  # type: ignore[method-assign]
+            pages._own.write = lambda *_: None  # type: ignore[method-assign]
         else:
             watcher.plans.send = lose  # type: ignore[method-assign]
             pages._own.write = lambda *_: None  # type: ignore[method-assign]
         act = partial(pages.read, [1]) if moment == "reads" else partial(pages.write, [1], large)
         fails(pages, watcher, act, rf"rank 1 \(pid {pid}\) ")
+        eventually(lambda: lost, "nobody was told")  # behind the one that waits
         assert len(lost) == 1
 
 
@@ -94,6 +109,18 @@ def test_a_share_that_does_not_fit_ends_the_group() -> None:
         ready(watcher)
         pages = GroupPages(own(2), watcher, 1)
         fails(pages, watcher, lambda: pages.read([1]), "could not move pages: RuntimeError: shape")
+
+
+def test_a_page_that_rank_0_cannot_read_ends_nothing() -> None:
+    """Nobody else was asked, so that what is read next is what was asked for next."""
+    mine = own(2)
+    with group(f"tells pages {SHARE_BYTES}") as (watcher, lost):
+        ready(watcher)
+        pages = GroupPages(mine, watcher, 1)
+        with pytest.raises(IndexError):
+            pages.read([PAGES, 1])
+        assert torch.equal(pages.read([3])[:, :, :, :, :1], mine.read([3]))
+        assert not lost
 
 
 def test_a_page_that_rank_0_cannot_write_ends_the_group() -> None:

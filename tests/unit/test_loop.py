@@ -212,15 +212,17 @@ def test_a_failing_step_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wire.sent == [Fatal("RuntimeError: device lost")]
 
 
-def test_a_rank_that_is_lost_over_a_transfer_is_fatal() -> None:
+def test_a_rank_that_is_lost_over_a_transfer_is_fatal_behind_what_the_turn_has_done() -> None:
     class Pages:
         def take(self, ask: object) -> None:
             raise EngineDead("rank 1 was killed")
 
-    wire = Wire([Ask(1, EndTransfer(1))])
     engine = ToyEngine(ToyModel(0), Setup())
+    wire = Wire([submit(1, [1], 1), Ask(1, EndTransfer(1))])
     parts: dict[str, Any] = {"scheduler": engine.scheduler, "executor": engine.executor}
     loop = CoreLoop(inbox=wire, outbox=wire, transfers=Pages(), **parts)
     with pytest.raises(EngineDead):
-        loop.run()
-    assert wire.sent == [Fatal("EngineDead: rank 1 was killed")]
+        loop.turn()
+    assert tokens_of(wire, 1) == reference_ar(ToyModel(0), [1], 1)
+    assert endings(wire, 1) == [FinishReason.LENGTH]
+    assert wire.sent[-1] == Fatal("EngineDead: rank 1 was killed")

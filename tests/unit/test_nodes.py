@@ -151,5 +151,15 @@ def test_hosts_are_compared_by_versions_and_by_what_ranks_read() -> None:
     assert f"torch is {own['versions']['torch']!r} on rank 0 and '2.1' on rank 1" in told
 
 
+def test_how_kv_travels_is_for_who_serves_and_who_moves_it_for_all() -> None:
+    flags: dict[str, Any] = {"kv_connector": "grpc", "kv_transfer_timeout_s": 5.0}
+    flags |= {"kv_tls_ca": "ca.pem", "kv_tls_name": "prefill"}
+    own, other = (likeness(EngineConfig(role="decode", **told)) for told in (flags, {}))
+    assert difference(own, other, "on rank 1") is None
+    told = difference(own, likeness(EngineConfig(role="prefill", **flags)), "on rank 1")
+    assert told is not None
+    assert told.startswith("role is 'decode' on rank 0 and 'prefill' on rank 1: ")
+
+
 def test_what_one_node_has_for_itself_are_flags_that_there_are() -> None:
     assert {field.name for field in fields(EngineConfig)} >= _OF_ONE_NODE
