@@ -26,6 +26,8 @@ _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "LICENSE*"]
 _WEIGHT_FILES = ["*.safetensors"]
 # Second copies of the same weights: Mistral's own format, and folders with other exports.
 _UNWANTED = ["consolidated*", "*/*"]
+# How a sentence-transformers model pools, which it says in a folder of that module.
+_MODULES, _POOLING = "modules.json", ["*_Pooling/config.json"]
 
 
 def download(
@@ -48,9 +50,13 @@ def download(
             ignore_patterns=_UNWANTED,
             tqdm_class=_reporting(report),
         )
+        commit = Path(folder).name
+        if (Path(folder) / _MODULES).exists():
+            silent = _reporting(lambda *_: None)
+            snapshot_download(model, revision=commit, allow_patterns=_POOLING, tqdm_class=silent)
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         raise _typed(error, model, revision) from error
-    return Path(folder), Path(folder).name
+    return Path(folder), commit
 
 
 def _typed(error: Exception, model: str, revision: str | None) -> ServiceError:

@@ -41,9 +41,11 @@ def test_broken_questions(
 def test_environment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEMILL_PAGE_SIZE", "32")
     monkeypatch.setenv("TIDEMILL_PAEG_SIZE", "32")
+    monkeypatch.setenv("TIDEMILL_DATA_PARALLEL_SIZE", "2")
     monkeypatch.setenv("HF_TOKEN", "hush")
     shown = answers(capsys)["environment"]
     assert isinstance(shown, dict)
     assert shown["TIDEMILL_PAGE_SIZE"] == "32"
+    assert shown["TIDEMILL_DATA_PARALLEL_SIZE"] == "2"
     assert shown["TIDEMILL_PAEG_SIZE"] == "32 (no such setting)"
     assert shown["HF_TOKEN"] == "(hidden)"

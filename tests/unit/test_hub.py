@@ -127,6 +127,20 @@ def test_dummy_weights_need_no_download_of_weights() -> None:
 
 
 @pytest.mark.usefixtures("online")
+def test_how_a_model_pools_comes_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its modules' folders that file alone."""
+    pooling = b'{"pooling_mode_cls_token": true}'
+    monkeypatch.setitem(FILES, "modules.json", b"[]")
+    monkeypatch.setitem(FILES, "1_Pooling/config.json", pooling)
+    monkeypatch.setitem(FILES, "2_Dense/model.safetensors", b"w")
+    found = fetch_checkpoint(EngineConfig(model="me/tiny"), lambda *_: None)
+    assert found.weight_version == COMMIT
+    assert (found.folder / "1_Pooling" / "config.json").read_bytes() == pooling
+    top = {path.name for path in found.folder.iterdir()}
+    assert top == SMALL | {"model.safetensors", "modules.json", "1_Pooling"}
+
+
+@pytest.mark.usefixtures("online")
 @pytest.mark.parametrize(
     ("model", "revision", "kind", "reason", "remedy"),
     [

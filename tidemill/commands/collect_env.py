@@ -13,6 +13,7 @@ from importlib import import_module, metadata
 import tidemill
 from engine_service.config import EngineConfig
 from frontend.config import FrontendConfig
+from tidemill.commands.launcher_config import LauncherConfig
 from tidemill.runtime import options
 
 _PACKAGES = (
@@ -118,7 +119,8 @@ def _nvidia_smi() -> str:
 
 def _environment() -> dict[str, str]:
     """Variables that change what we do; values that look like secrets are not shown."""
-    known = {*options.settings_of(EngineConfig), *options.settings_of(FrontendConfig)}
+    kinds = (EngineConfig, FrontendConfig, LauncherConfig)
+    known = {name for kind in kinds for name in options.settings_of(kind)}
     shown = {}
     for name, value in sorted(os.environ.items()):
         if not name.startswith(("TIDEMILL_", "CUDA_", "TORCH_", "OMP_", "HF_", "NCCL_", "GRPC_")):

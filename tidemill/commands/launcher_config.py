@@ -11,5 +11,5 @@ class LauncherConfig:
 
     data_parallel_size: int = 1
     """Whole engines of the model on this machine, each with processes, GPUs and ports of its own:
-    engine number i (from 0) takes the i-th tensor_parallel_size GPUs from --device on (on the CPU a
-    share of the cores), and its ports are i above those that are given."""
+    engine number i (from 0) takes the i-th tensor_parallel_size x pipeline_parallel_size GPUs from
+    --device on (on the CPU a share of the cores), and its ports are i above those given."""
