@@ -18,8 +18,8 @@ from collections.abc import Iterator
 import torch
 
 from engine_service.kernels.confidence import Confidence, TileParts
+from engine_service.kernels.linear import linear
 from engine_service.kernels.sampling import Streams
-from engine_service.kernels.small_linear import small_linear
 from engine_service.kernels.vocab_share import VocabShare
 from engine_service.kernels.vocab_tiles import TILE
 
@@ -30,7 +30,7 @@ PIECE_BYTES = 32 << 20
 def head_pieces(x_NE: torch.Tensor, weight_VE: torch.Tensor, width: int) -> Iterator[torch.Tensor]:
     """The logits x W^T, `width` ids at a time; each is multiplied when it is asked for."""
     for first in range(0, weight_VE.shape[0], width):
-        yield small_linear(x_NE, weight_VE[first : first + width])
+        yield linear(x_NE, weight_VE[first : first + width])
 
 
 def piece_width(num_rows: int, vocab: int, dtype: torch.dtype) -> int:

@@ -18,9 +18,8 @@ MAX_ROWS = 64
 
 _NARROW, _HUGE = 4096, 65536
 """Outputs up to which a weight is narrow, and from which the library reads it faster."""
-_SHORT, _LONG = 2048, 8192
-"""Inputs up to which a product is short, so that what is launched around it counts, and from which
-it is long."""
+_SHORT = 2048
+"""Inputs up to which a product is short, so that what is launched around it counts."""
 
 
 def choose_tiles(rows: int, out_size: int, in_size: int, dtype: torch.dtype) -> Tiles:
@@ -48,7 +47,7 @@ def faster_up_to(out_size: int, in_size: int, dtype: torch.dtype) -> int:
         return 0
     if dtype is torch.float32:
         return 4
-    if out_size <= _NARROW and (out_size <= _SHORT or in_size >= _LONG):
+    if out_size <= _SHORT:
         return MAX_ROWS
     return 32 if out_size <= _NARROW or in_size <= _SHORT else 16
 
@@ -75,23 +74,8 @@ def small_linear_ref(
     return y if out is None else out.copy_(y)
 
 
-def small_linear(
-    x_MK: torch.Tensor,
-    weight_NK: torch.Tensor,
-    bias_N: torch.Tensor | None = None,
-    *,
-    norm: tuple[torch.Tensor, float] | None = None,
-    gated: bool = False,
-    residual: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`small_linear_ref`; one launch where `prefers_small`."""
-    compute = small_linear_triton if prefers_small(x_MK, weight_NK) else small_linear_ref
-    return compute(x_MK, weight_NK, bias_N, norm=norm, gated=gated, residual=residual, out=out)
-
-
 def prefers_small(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> bool:
-    """Whether `small_linear` is faster here than separate operators of the library."""
+    """Whether `small_linear_triton` is faster here than separate operators."""
     return (
         runs_triton(x_MK)
         and 0 < x_MK.shape[0] <= faster_up_to(weight_NK.shape[0], weight_NK.shape[1], x_MK.dtype)

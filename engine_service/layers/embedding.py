@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from engine_service.distributed import ALONE, Group
 from engine_service.kernels.embedding import gather_embeddings
-from engine_service.kernels.small_linear import prefers_small, small_linear
+from engine_service.kernels.linear import linear
 from engine_service.kernels.vocab_share import VocabShare
 from engine_service.layers.norm import RMSNorm
 from engine_service.layers.slots import Piece, Share, Slot
@@ -47,9 +46,7 @@ class Embedding(nn.Module):
 
     def own_logits(self, hidden_NE: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """[N, room]: of the ids whose rows this rank holds."""
-        if prefers_small(hidden_NE, self.weight):
-            return small_linear(hidden_NE, self.weight, norm=(norm.weight, norm.eps))
-        return functional.linear(norm(hidden_NE), self.weight)
+        return linear(hidden_NE, self.weight, norm=(norm.weight, norm.eps))
 
     @property
     def share(self) -> VocabShare | None:

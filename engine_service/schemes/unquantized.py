@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
-from engine_service.kernels.activation import silu_mul
-from engine_service.kernels.norm import rms_norm
-from engine_service.kernels.small_linear import prefers_small, small_linear
+from engine_service.kernels.linear import linear
 from engine_service.schemes.base import LinearScheme
 
 
@@ -45,21 +42,9 @@ class Unquantized(LinearScheme):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         weight, bias = weights["weight"], weights.get("bias")
-        if prefers_small(x_TI, weight):
-            return small_linear(x_TI, weight, bias, norm=norm, gated=gated, out=out)
-        if out is not None:
-            y = torch.mm(x_TI, weight.t(), out=out)
-            return y if bias is None else y.add_(bias)
-        x = x_TI if norm is None else rms_norm(x_TI, *norm)
-        y = functional.linear(x, weight, bias)
-        return silu_mul(y) if gated else y
+        return linear(x_TI, weight, bias, norm=norm, gated=gated, out=out)
 
     def add(
         self, residual_TO: torch.Tensor, x_TI: torch.Tensor, weights: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        weight, bias = weights["weight"], weights.get("bias")
-        if prefers_small(x_TI, weight):
-            return small_linear(x_TI, weight, bias, residual=residual_TO)
-        if bias is not None:
-            residual_TO += bias
-        return residual_TO.addmm_(x_TI, weight.t())
+        return linear(x_TI, weights["weight"], weights.get("bias"), residual=residual_TO)

@@ -9,7 +9,6 @@ from engine_service.kernels.small_linear import (
     choose_tiles,
     faster_up_to,
     prefers_small,
-    small_linear,
     small_linear_ref,
     small_linear_triton,
 )
@@ -187,13 +186,13 @@ def test_float32_never_goes_to_tensor_cores() -> None:
 def test_where_the_library_is_better() -> None:
     x, weight = torch.zeros(1, 64, dtype=torch.float16), torch.zeros(32, 64, dtype=torch.float16)
     assert not prefers_small(x, weight), "on the CPU"
-    assert small_linear(x, weight).shape == (1, 32)
 
 
 def test_the_measured_table() -> None:
     """docs/performance.md: one row always, few rows mostly, output heads never."""
     assert faster_up_to(24576, 4096, torch.bfloat16) == 16
-    assert faster_up_to(4096, 12288, torch.bfloat16) == 64
+    assert faster_up_to(4096, 12288, torch.bfloat16) == 32
+    assert faster_up_to(1024, 3072, torch.bfloat16) == 64
     assert faster_up_to(4096, 4096, torch.bfloat16) == 32
     assert faster_up_to(6144, 1024, torch.bfloat16) == 32
     assert faster_up_to(4096, 4096, torch.float32) == 4

@@ -1,0 +1,138 @@
+"""Products that are the library's, by a kernel of it that is chosen here.
+
+cuBLAS guesses which of its kernels is fastest. On an H200 it guesses too large tiles for long
+prompts and splits the inputs of narrow weights, 3 to 25 % slower than what `choose_cut` finds in
+the same library (docs/performance.md has the sweep). A card that runs at its power limit computes
+at one rate with whatever tile, so what counts is how evenly the tiles come out on its
+multiprocessors.
+
+Kernels that do not split the inputs add in one order, so such a choice changes no number. It knows
+no modules. Shapes: M rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch.nn import functional
+
+from engine_service.kernels.cublaslt import Cut, Product, open_library
+
+_FEW_ROWS, _NARROW = 256, 5120
+"""Rows and outputs up to which one wave of tiles computes a product."""
+_ONE_WAVE = (
+    Cut(64, 16, option=1),
+    Cut(64, 32, option=1),
+    Cut(128, 16, option=1),
+    Cut(64, 64, option=8),
+    Cut(128, 32, option=1),
+    Cut(80, 64, option=8),
+    Cut(96, 64, option=8),
+    Cut(64, 128, option=8),
+    Cut(128, 64, option=8),
+    Cut(96, 128, option=8),
+)
+_WAVES = (
+    Cut(128, 128, option=8),
+    *(Cut(128, rows, option=1) for rows in (112, 120, 136, 144, 152, 160, 168, 176)),
+)
+_WAVES_OF_FEW = (Cut(192, 64, option=8), *_WAVES)
+_LEAST_ROWS, _MANY_ROWS, _WIDE = 100, 1024, 32768
+"""Of several waves. With fewer rows, and with few of them for more outputs, reading the weights is
+all, which the library does well."""
+
+
+def library_linear(
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x W^T + b [M, N], in `out` where that is given; `residual`: that plus residual, written into
+    `residual`."""
+    product = _product_of(x_MK, weight_NK) if bias_N is None and x_MK.is_cuda else None
+    if product is not None:
+        adds = residual is not None
+        target = residual if residual is not None else out
+        if target is None:
+            target = x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0])
+        if _lie_well(x_MK, weight_NK, target) and product(x_MK, weight_NK, target, adds=adds):
+            return target
+    if residual is not None:
+        if bias_N is not None:
+            residual += bias_N
+        return residual.addmm_(x_MK, weight_NK.t())
+    if out is None:
+        return functional.linear(x_MK, weight_NK, bias_N)
+    y = torch.mm(x_MK, weight_NK.t(), out=out)
+    return y if bias_N is None else y.add_(bias_N)
+
+
+def choose_cut(num_rows: int, out_size: int, num_sms: int) -> Cut | None:
+    """The kernel for a product of these sizes; None: the library chooses well enough.
+
+    Narrow weights and few rows: the smallest tiles of which the device holds all at once. Else the
+    tiles that leave least of its multiprocessors idle in the last wave, if that is little.
+    """
+    best: Cut | None
+    if num_rows <= _FEW_ROWS and out_size <= _NARROW:
+        fitting = [cut for cut in _ONE_WAVE if _count(cut, num_rows, out_size) <= num_sms]
+        best = min(fitting, key=lambda cut: _room(cut, num_rows), default=None)
+        least = 0.45  # far fewer programs than multiprocessors do not read at full rate
+    elif num_rows < _LEAST_ROWS or (num_rows <= _FEW_ROWS and out_size > _WIDE):
+        return None
+    else:
+        cuts = _WAVES_OF_FEW if num_rows <= _FEW_ROWS else _WAVES
+        # Of tiles that fill it as well the largest: they load their inputs least often.
+        best = max(
+            cuts,
+            key=lambda cut: (
+                round(_filled(cut, num_rows, out_size, num_sms), 3),
+                cut.outputs * cut.rows,
+            ),
+        )
+        least = 0.95 if num_rows < _MANY_ROWS else 0.93
+    if best is None or _filled(best, num_rows, out_size, num_sms) < least:
+        return None
+    return best
+
+
+def _count(cut: Cut, num_rows: int, out_size: int) -> int:
+    """Tiles of a product."""
+    return -(-out_size // cut.outputs) * -(-num_rows // cut.rows)
+
+
+def _room(cut: Cut, num_rows: int) -> tuple[int, int, int]:
+    """Size of a tile; of equal ones those first that pad least, then those that load least."""
+    padded = -(-num_rows // cut.rows) * cut.rows
+    return cut.outputs * cut.rows, padded, cut.outputs + cut.rows
+
+
+def _filled(cut: Cut, num_rows: int, out_size: int, num_sms: int) -> float:
+    """Which share of what the device could compute in that many waves is wanted."""
+    waves = -(-_count(cut, num_rows, out_size) // num_sms)
+    return num_rows * out_size / (waves * num_sms * cut.outputs * cut.rows)
+
+
+def _product_of(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> Product | None:
+    return _find_product(x_MK.device, x_MK.dtype, x_MK.shape[0], *weight_NK.shape)
+
+
+@lru_cache(maxsize=4096)
+def _find_product(
+    device: torch.device, dtype: torch.dtype, num_rows: int, out_size: int, in_size: int
+) -> Product | None:
+    """Of the kernel that is chosen; None where the library chooses, or has no such kernel."""
+    library = open_library(device)
+    if library is None or not num_rows or out_size % 8 or in_size % 8:
+        return None
+    cut = choose_cut(num_rows, out_size, library.num_sms)
+    return None if cut is None else library.product(cut, dtype, num_rows, out_size, in_size)
+
+
+def _lie_well(*tensors: torch.Tensor) -> bool:
+    """Whether the library can read and write them as they lie."""
+    return all(one.is_contiguous() and not one.data_ptr() % 16 for one in tensors)
