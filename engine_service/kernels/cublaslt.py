@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_ALGORITHM, _STAGES_AUTO, _ONE_BY_ONE = 66, 35, 2
+_ALGORITHM, _STAGES_AUTO = 66, 35
 _COMPUTE_32F, _SCALE_32F = 68, 0
 _TYPES = {torch.bfloat16: 14, torch.float16: 2}
 """cudaDataType_t of the number formats that have these kernels."""
@@ -28,6 +28,7 @@ _WORKSPACE_AT, _STATE_AT = 64, 72
 _WORKSPACE_BYTES = 256
 """These kernels want 4: the number of the next tile."""
 
+_CLUSTERS = {False: 2, True: 5}
 _TILES = {
     (64, 16): 312,
     (64, 32): 13,
@@ -39,15 +40,8 @@ _TILES = {
     (128, 16): 394,
     (128, 32): 16,
     (128, 64): 18,
-    (128, 112): 403,
-    (128, 120): 404,
     (128, 128): 20,
-    (128, 136): 405,
-    (128, 144): 406,
-    (128, 152): 407,
-    (128, 160): 29,
-    (128, 168): 408,
-    (128, 176): 409,
+    (176, 128): 201,
     (192, 64): 208,
 }
 
@@ -59,6 +53,8 @@ class Cut(NamedTuple):
     rows: int
     option: int
     """Its custom option. What it means is not documented; it moves the time by some percent."""
+    shared: bool = False
+    """Two tiles of the same outputs load their weights together (a cluster)."""
 
 
 class Library:
@@ -102,7 +98,7 @@ class Library:
             (_TILE_ID, ctypes.c_uint32(_TILES[cut.outputs, cut.rows])),
             (_STAGES_ID, ctypes.c_uint32(_STAGES_AUTO)),
             (_CUSTOM_OPTION, ctypes.c_uint32(cut.option)),
-            (_CLUSTER_SHAPE_ID, ctypes.c_uint16(_ONE_BY_ONE)),
+            (_CLUSTER_SHAPE_ID, ctypes.c_uint16(_CLUSTERS[cut.shared])),
         ):
             self._set("MatmulAlgoConfig", made, name, value)
         return made

@@ -1,10 +1,9 @@
 """Products that are the library's, by a kernel of it that is chosen here.
 
-cuBLAS guesses which of its kernels is fastest. On an H200 it guesses too large tiles for long
-prompts and splits the inputs of narrow weights, 3 to 25 % slower than what `choose_cut` finds in
-the same library (docs/performance.md has the sweep). A card that runs at its power limit computes
-at one rate with whatever tile, so what counts is how evenly the tiles come out on its
-multiprocessors.
+cuBLAS guesses which of its kernels is fastest. On an H200 it splits the inputs of narrow weights at
+few rows, 3 to 25 % slower than what `choose_cut` finds in the same library, and takes tiles for
+wide weights of long prompts that cost more energy, which is what limits those
+(docs/performance.md).
 
 Kernels that do not split the inputs add in one order, so such a choice changes no number. It knows
 no modules. Shapes: M rows, N outputs, K inputs.
@@ -12,6 +11,7 @@ no modules. Shapes: M rows, N outputs, K inputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -33,14 +33,15 @@ _ONE_WAVE = (
     Cut(128, 64, option=8),
     Cut(96, 128, option=8),
 )
-_WAVES = (
-    Cut(128, 128, option=8),
-    *(Cut(128, rows, option=1) for rows in (112, 120, 136, 144, 152, 160, 168, 176)),
-)
-_WAVES_OF_FEW = (Cut(192, 64, option=8), *_WAVES)
-_LEAST_ROWS, _MANY_ROWS, _WIDE = 100, 1024, 32768
-"""Of several waves. With fewer rows, and with few of them for more outputs, reading the weights is
-all, which the library does well."""
+_WAVES = (Cut(128, 128, option=8), Cut(192, 64, option=8))
+_LEAST_ROWS, _WIDE = 100, 32768
+"""Of several waves. With fewer rows or more outputs reading the weights is all, which the library
+does well."""
+_LONG, _OF_LONG = 2048, Cut(176, 128, option=2, shared=True)
+"""Rows of a long prompt, and what costs least energy there if there are more outputs than inputs.
+In between neither the memory nor the power is the limit, and the library does well."""
+_LEAST_ONE, _LEAST_FILLED = 0.45, 0.93
+"""Of the device, in one wave and in several."""
 
 
 def library_linear(
@@ -71,33 +72,23 @@ def library_linear(
     return y if bias_N is None else y.add_(bias_N)
 
 
-def choose_cut(num_rows: int, out_size: int, num_sms: int) -> Cut | None:
+def choose_cut(num_rows: int, out_size: int, in_size: int, num_sms: int) -> Cut | None:
     """The kernel for a product of these sizes; None: the library chooses well enough.
 
-    Narrow weights and few rows: the smallest tiles of which the device holds all at once. Else the
-    tiles that leave least of its multiprocessors idle in the last wave, if that is little.
+    Few rows of narrow weights: the smallest tiles of which the device holds all at once. Of wider
+    ones: tiles that leave little of it idle in their last wave.
     """
-    best: Cut | None
+    cuts: Sequence[Cut] = ()
+    least = _LEAST_FILLED
     if num_rows <= _FEW_ROWS and out_size <= _NARROW:
-        fitting = [cut for cut in _ONE_WAVE if _count(cut, num_rows, out_size) <= num_sms]
-        best = min(fitting, key=lambda cut: _room(cut, num_rows), default=None)
-        least = 0.45  # far fewer programs than multiprocessors do not read at full rate
-    elif num_rows < _LEAST_ROWS or (num_rows <= _FEW_ROWS and out_size > _WIDE):
-        return None
-    else:
-        cuts = _WAVES_OF_FEW if num_rows <= _FEW_ROWS else _WAVES
-        # Of tiles that fill it as well the largest: they load their inputs least often.
-        best = max(
-            cuts,
-            key=lambda cut: (
-                round(_filled(cut, num_rows, out_size, num_sms), 3),
-                cut.outputs * cut.rows,
-            ),
-        )
-        least = 0.95 if num_rows < _MANY_ROWS else 0.93
-    if best is None or _filled(best, num_rows, out_size, num_sms) < least:
-        return None
-    return best
+        whole = [cut for cut in _ONE_WAVE if _count(cut, num_rows, out_size) <= num_sms]
+        cuts, least = sorted(whole, key=lambda cut: _room(cut, num_rows))[:1], _LEAST_ONE
+    elif _LEAST_ROWS <= num_rows <= _FEW_ROWS and out_size <= _WIDE:
+        cuts = _WAVES
+    elif num_rows >= _LONG and out_size > in_size:
+        cuts = (_OF_LONG,)
+    filling = (cut for cut in cuts if _filled(cut, num_rows, out_size, num_sms) >= least)
+    return next(filling, None)
 
 
 def _count(cut: Cut, num_rows: int, out_size: int) -> int:
@@ -129,7 +120,7 @@ def _find_product(
     library = open_library(device)
     if library is None or not num_rows or out_size % 8 or in_size % 8:
         return None
-    cut = choose_cut(num_rows, out_size, library.num_sms)
+    cut = choose_cut(num_rows, out_size, in_size, library.num_sms)
     return None if cut is None else library.product(cut, dtype, num_rows, out_size, in_size)
 
 
