@@ -1,0 +1,117 @@
+"""Milliseconds of a forward of so many requests, by the length of their blocks.
+
+    python -m benchmarks.block_forwards --shape sdar-8b --blocks 4,8,16,32 --requests 1,16,64,128
+
+Every request has `--context` tokens of prompt and reveals one token a step, so that steps are those
+of whole blocks; the output head multiplies all of their positions. What is told is the median step
+in which all requests have one block, host included: the one that opens a block stores the block
+ahead of it too. `--shape qwen3-8b --blocks 1` is the autoregressive step beside it. Random weights,
+bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from engine_service.config import EngineConfig
+from tidemill.bench.context import context
+from tidemill.bench.engines import open_engine
+from tidemill.bench.probe import replaced
+from tidemill.bench.sets import fixed
+from tidemill.bench.shapes import read_shape
+
+if TYPE_CHECKING:
+    from tidemill.llm import LLM
+
+_STEPS, _LEAST = 24, 8
+"""Steps of whole blocks that are looked for, and that must be found."""
+_TOKENS = 64
+"""That each request makes."""
+
+
+@contextmanager
+def block_shape(shape: str, block: int) -> Iterator[str]:
+    """A config.json of the shape with blocks of that length."""
+    config = read_shape(shape)
+    keys = [key for key in ("block_size", "block_length") if key in config]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config | dict.fromkeys(keys, block)))
+        yield str(path)
+
+
+def time_steps(llm: LLM, num_requests: int, num_context: int, block: int) -> list[float]:
+    """Milliseconds of the steps in which all requests have one block."""
+    from tidemill.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0.6, max_tokens=_TOKENS, ignore_eos=True)
+    prompts, _ = fixed(num_requests, num_context, _TOKENS)
+    for prompt in prompts:
+        llm.add_request([token % llm.facts.vocab_size for token in prompt], params)
+    launched: list[int] = []
+
+    def wrap(launch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def watched(plan: Any) -> Any:
+            steady = plan.num_spans - len(plan.own_spans)
+            launched.append(sum(span.num_tokens for span in plan.own_spans) + steady)
+            return launch(plan)
+
+        return watched
+
+    times: list[float] = []
+    with replaced(llm.engine.executor, "launch", wrap):
+        while llm.has_unfinished_requests:
+            launched.clear()
+            start = time.perf_counter()
+            llm.step()
+            if launched == [num_requests * block]:
+                times.append((time.perf_counter() - start) * 1e3)
+    return times[_LEAST // 2 : _STEPS + _LEAST // 2]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a row per length of blocks; 1 where too few steps were whole."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.block_forwards")
+    parser.add_argument("--shape", default="sdar-8b")
+    parser.add_argument("--blocks", default="4,8,16,32")
+    parser.add_argument("--requests", default="1,16,64,128")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--json", type=Path)
+    said = parser.parse_args(argv)
+    counts = [int(count) for count in said.requests.split(",")]
+    found: dict[str, dict[str, float | None]] = {}
+    figures: dict[str, Any] = {}
+    for block in map(int, said.blocks.split(",")):
+        params = {} if block == 1 else {"threshold": 2.0}
+        config = EngineConfig(dtype="bfloat16", default_params=params)
+        longest = said.context + _TOKENS + 2 * block
+        with (
+            block_shape(said.shape, block) as path,
+            open_engine(config, path, longest=longest, max_rows=max(counts)) as engine,
+        ):
+            row = found.setdefault(str(block), {})
+            for count in counts:
+                times = time_steps(engine.llm, count, said.context, block)
+                row[str(count)] = round(median(times), 3) if len(times) >= _LEAST else None
+            figures = engine.figures()
+        print(f"{said.shape} block {block}: {row}", flush=True)
+    if said.json:
+        result = context("block_forwards") | figures | {"shape": said.shape, "ms": found}
+        said.json.write_text(json.dumps(result, indent=2) + "\n")
+    if any(value is None for row in found.values() for value in row.values()):
+        print("too few steps in which all requests have one block", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
