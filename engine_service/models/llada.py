@@ -10,7 +10,8 @@ from typing import Any
 from engine_service.core.step import FULL
 from engine_service.layers.slots import Slots
 from engine_service.models.base import HFConfig, ModelTraits, register_model
-from engine_service.models.decoder import Decoder, DecoderOptions
+from engine_service.models.decoder import Decoder
+from engine_service.models.decoder_layer import DecoderOptions
 from engine_service.models.hf_config import decoder_traits, full_windows, mask_token_id, positive
 from tidemill.runtime.errors import Unsupported
 

@@ -10,7 +10,8 @@ from typing import Any
 from engine_service.layers.experts import Mixture
 from engine_service.layers.routing import BlockSigmoidRouter, GroupedSigmoidRouter, Router
 from engine_service.models.base import HFConfig, ModelTraits, register_model
-from engine_service.models.decoder import Decoder, DecoderOptions, TensorNames
+from engine_service.models.decoder import Decoder
+from engine_service.models.decoder_layer import DecoderOptions, TensorNames
 from engine_service.models.hf_config import (
     decoder_traits,
     expert_counts,

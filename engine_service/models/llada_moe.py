@@ -11,7 +11,8 @@ from engine_service.core.step import FULL
 from engine_service.layers.experts import Mixture
 from engine_service.layers.routing import SoftmaxRouter
 from engine_service.models.base import HFConfig, ModelTraits, register_model
-from engine_service.models.decoder import Decoder, DecoderOptions
+from engine_service.models.decoder import Decoder
+from engine_service.models.decoder_layer import DecoderOptions
 from engine_service.models.hf_config import (
     decoder_traits,
     expert_counts,

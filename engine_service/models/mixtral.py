@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from engine_service.layers.experts import ExpertNames, Mixture
 from engine_service.layers.routing import SoftmaxRouter
 from engine_service.models.base import HFConfig, ModelTraits, register_model
-from engine_service.models.decoder import Decoder, DecoderOptions, TensorNames
+from engine_service.models.decoder import Decoder
+from engine_service.models.decoder_layer import DecoderOptions, TensorNames
 from engine_service.models.hf_config import decoder_traits, expert_counts, positive
 
 _DEFAULTS = {

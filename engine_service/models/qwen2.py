@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine_service.models.base import HFConfig, ModelTraits, register_model
-from engine_service.models.decoder import Decoder, DecoderOptions
+from engine_service.models.decoder import Decoder
+from engine_service.models.decoder_layer import DecoderOptions
 from engine_service.models.hf_config import decoder_traits, qwen_windows
 
 _DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
