@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_ALGORITHM, _STAGES_AUTO = 66, 35
+_ALGORITHM, _STAGES_AUTO, _ONE_BY_ONE = 66, 35, 2
 _COMPUTE_32F, _SCALE_32F = 68, 0
 _TYPES = {torch.bfloat16: 14, torch.float16: 2}
 """cudaDataType_t of the number formats that have these kernels."""
@@ -28,7 +28,6 @@ _WORKSPACE_AT, _STATE_AT = 64, 72
 _WORKSPACE_BYTES = 256
 """These kernels want 4: the number of the next tile."""
 
-_CLUSTERS = {False: 2, True: 5}
 _TILES = {
     (64, 16): 312,
     (64, 32): 13,
@@ -41,7 +40,6 @@ _TILES = {
     (128, 32): 16,
     (128, 64): 18,
     (128, 128): 20,
-    (176, 128): 201,
     (192, 64): 208,
 }
 
@@ -53,8 +51,6 @@ class Cut(NamedTuple):
     rows: int
     option: int
     """Its custom option. What it means is not documented; it moves the time by some percent."""
-    shared: bool = False
-    """Two tiles of the same outputs load their weights together (a cluster)."""
 
 
 class Library:
@@ -98,7 +94,7 @@ class Library:
             (_TILE_ID, ctypes.c_uint32(_TILES[cut.outputs, cut.rows])),
             (_STAGES_ID, ctypes.c_uint32(_STAGES_AUTO)),
             (_CUSTOM_OPTION, ctypes.c_uint32(cut.option)),
-            (_CLUSTER_SHAPE_ID, ctypes.c_uint16(_CLUSTERS[cut.shared])),
+            (_CLUSTER_SHAPE_ID, ctypes.c_uint16(_ONE_BY_ONE)),
         ):
             self._set("MatmulAlgoConfig", made, name, value)
         return made

@@ -1,8 +1,8 @@
 """Products that are the library's, by a kernel of it that is chosen here.
 
 cuBLAS guesses which of its kernels is fastest. On an H200 it splits the inputs of narrow weights at
-few rows, 3 to 25 % slower than what `choose_cut` finds in the same library, and takes tiles for
-wide weights of long prompts that cost more energy, which is what limits those
+few rows, or leaves half of the device idle: 3 to 25 % slower than what `choose_cut` finds in the
+same library. Long prompts it guesses well enough: their time is energy, whatever the kernel
 (docs/performance.md).
 
 Kernels that do not split the inputs add in one order, so such a choice changes no number. It knows
@@ -37,9 +37,6 @@ _WAVES = (Cut(128, 128, option=8), Cut(192, 64, option=8))
 _LEAST_ROWS, _WIDE = 100, 32768
 """Of several waves. With fewer rows or more outputs reading the weights is all, which the library
 does well."""
-_LONG, _OF_LONG = 2048, Cut(176, 128, option=2, shared=True)
-"""Rows of a long prompt, and what costs least energy there if there are more outputs than inputs.
-In between neither the memory nor the power is the limit, and the library does well."""
 _LEAST_ONE, _LEAST_FILLED = 0.45, 0.93
 """Of the device, in one wave and in several."""
 
@@ -72,7 +69,7 @@ def library_linear(
     return y if bias_N is None else y.add_(bias_N)
 
 
-def choose_cut(num_rows: int, out_size: int, in_size: int, num_sms: int) -> Cut | None:
+def choose_cut(num_rows: int, out_size: int, num_sms: int) -> Cut | None:
     """The kernel for a product of these sizes; None: the library chooses well enough.
 
     Few rows of narrow weights: the smallest tiles of which the device holds all at once. Of wider
@@ -85,8 +82,6 @@ def choose_cut(num_rows: int, out_size: int, in_size: int, num_sms: int) -> Cut 
         cuts, least = sorted(whole, key=lambda cut: _room(cut, num_rows))[:1], _LEAST_ONE
     elif _LEAST_ROWS <= num_rows <= _FEW_ROWS and out_size <= _WIDE:
         cuts = _WAVES
-    elif num_rows >= _LONG and out_size > in_size:
-        cuts = (_OF_LONG,)
     filling = (cut for cut in cuts if _filled(cut, num_rows, out_size, num_sms) >= least)
     return next(filling, None)
 
@@ -120,7 +115,7 @@ def _find_product(
     library = open_library(device)
     if library is None or not num_rows or out_size % 8 or in_size % 8:
         return None
-    cut = choose_cut(num_rows, out_size, in_size, library.num_sms)
+    cut = choose_cut(num_rows, out_size, library.num_sms)
     return None if cut is None else library.product(cut, dtype, num_rows, out_size, in_size)
 
 

@@ -42,7 +42,7 @@ def test_every_kernel_has_the_same_bits(
     x, weight, residual = drawn(num_rows, out_size, in_size, dtype)
     exact = x.double() @ weight.double().t()
     answers, added = [], []
-    for cut in (*products._ONE_WAVE, *products._WAVES, products._OF_LONG):
+    for cut in (*products._ONE_WAVE, *products._WAVES):
         product = library.product(cut, dtype, num_rows, out_size, in_size)
         assert product is not None, cut
         for _ in range(2):  # the second finds the workspace as the first has left it
@@ -63,7 +63,7 @@ def test_every_kernel_has_the_same_bits(
     assert not torch.equal(split, answers[0])
 
 
-@pytest.mark.parametrize(("num_rows", "in_size"), [(128, 12288), (2048, 2560)])
+@pytest.mark.parametrize(("num_rows", "in_size"), [(128, 12288), (200, 2560)])
 def test_a_chosen_kernel_in_a_graph(library: Library, num_rows: int, in_size: int) -> None:
     x, weight, residual = drawn(num_rows, 4096, in_size, torch.bfloat16)
     assert products._product_of(x, weight) is not None

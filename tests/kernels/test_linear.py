@@ -79,31 +79,27 @@ def test_a_product_that_is_chosen_computes_and_one_that_refuses_does_not(
 
 
 @pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "cut"),
+    ("rows", "outputs", "cut"),
     [
-        (32, 4096, 12288, (64, 16)),
-        (64, 4096, 12288, (64, 32)),
-        (96, 4096, 4096, (128, 32)),
-        (128, 4096, 4096, (64, 64)),
-        (256, 4096, 4096, (64, 128)),
-        (64, 5120, 8192, (64, 64)),
-        (256, 5120, 8192, (96, 128)),
-        (128, 24576, 4096, (192, 64)),
-        (256, 24576, 4096, (128, 128)),
-        (8192, 24576, 4096, (176, 128)),
-        (8192, 6144, 4096, (176, 128)),
-        (8192, 4096, 12288, None),
-        (1024, 24576, 4096, None),
-        (16, 1024, 3072, None),
-        (32, 24576, 4096, None),
-        (256, 151936, 4096, None),
+        (32, 4096, (64, 16)),
+        (64, 4096, (64, 32)),
+        (96, 4096, (128, 32)),
+        (128, 4096, (64, 64)),
+        (256, 4096, (64, 128)),
+        (64, 5120, (64, 64)),
+        (256, 5120, (96, 128)),
+        (128, 24576, (192, 64)),
+        (256, 24576, (128, 128)),
+        (300, 4096, None),
+        (8192, 24576, None),
+        (16, 1024, None),
+        (32, 24576, None),
+        (256, 151936, None),
     ],
 )
-def test_the_measured_table(
-    rows: int, outputs: int, inputs: int, cut: tuple[int, int] | None
-) -> None:
+def test_the_measured_table(rows: int, outputs: int, cut: tuple[int, int] | None) -> None:
     """docs/performance.md, "The library's kernels by name"."""
-    found = choose_cut(rows, outputs, inputs, H200)
+    found = choose_cut(rows, outputs, H200)
     assert (None if found is None else (found.outputs, found.rows)) == cut
 
 
@@ -112,10 +108,10 @@ def test_a_cut_fills_the_device(seed: int) -> None:
     rng = random.Random(seed)
     chosen = 0
     for _ in range(3000):
-        rows, outputs = rng.randrange(1, 4500), 8 * rng.randrange(8, 4000)
+        rows, outputs = rng.randrange(1, 900), 8 * rng.randrange(8, 4000)
         if rng.random() < 0.5:
             rows = 1 + rows % 256
-        cut = choose_cut(rows, outputs, 4096, H200)
+        cut = choose_cut(rows, outputs, H200)
         if cut is None:
             continue
         chosen += 1
@@ -125,7 +121,7 @@ def test_a_cut_fills_the_device(seed: int) -> None:
         is_narrow = rows <= 256 and outputs <= 5120
         assert waves == 1 or not is_narrow
         assert filled >= (0.45 if is_narrow else 0.93)
-        assert rows <= 256 or rows >= 2048
+        assert rows <= 256
     assert 500 < chosen < 2500
 
 
@@ -136,5 +132,5 @@ def test_there_is_no_such_library_for_a_cpu() -> None:
 def test_every_cut_has_a_kernel() -> None:
     from engine_service.kernels.cublaslt import _TILES
 
-    cuts: set[Cut] = {*library._ONE_WAVE, *library._WAVES, library._OF_LONG}
+    cuts: set[Cut] = {*library._ONE_WAVE, *library._WAVES}
     assert {(cut.outputs, cut.rows) for cut in cuts} == set(_TILES)
