@@ -108,9 +108,7 @@ def test_a_cut_fills_the_device(seed: int) -> None:
     rng = random.Random(seed)
     chosen = 0
     for _ in range(3000):
-        rows, outputs = rng.randrange(1, 900), 8 * rng.randrange(8, 4000)
-        if rng.random() < 0.5:
-            rows = 1 + rows % 256
+        rows, outputs = rng.randrange(1, 300), 8 * rng.randrange(8, rng.choice((640, 4000)))
         cut = choose_cut(rows, outputs, H200)
         if cut is None:
             continue
@@ -122,7 +120,7 @@ def test_a_cut_fills_the_device(seed: int) -> None:
         assert waves == 1 or not is_narrow
         assert filled >= (0.45 if is_narrow else 0.93)
         assert rows <= 256
-    assert 500 < chosen < 2500
+    assert 600 < chosen < 2400
 
 
 def test_there_is_no_such_library_for_a_cpu() -> None:
