@@ -31,6 +31,11 @@ class Router(ABC):
     biased: bool = False
     """Whether a checkpoint has a bias for every expert, which `__call__` then wants."""
 
+    @property
+    def by_token(self) -> bool:
+        """Whether a token's experts are the same whatever tokens it is routed with."""
+        return True
+
     @abstractmethod
     def __call__(
         self, logits_TX: torch.Tensor, bias_X: torch.Tensor | None = None
@@ -101,6 +106,10 @@ class BlockSigmoidRouter(Router):
     capacity: int
     renormalised: bool
     scale: float
+
+    @property
+    def by_token(self) -> bool:
+        return self.capacity == self.num_experts
 
     def __call__(
         self, logits_TX: torch.Tensor, bias_X: torch.Tensor | None = None

@@ -111,10 +111,17 @@ class CausalModel(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, hidden_TE: torch.Tensor, positions_T: torch.Tensor, step: AttentionStep
+        self,
+        hidden_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        step: AttentionStep,
+        reads_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Embeddings at [T] int64 positions, or what the stage ahead made of them, to hidden states
-        [T, E] behind this stage's layers; `hidden` is overwritten. What follows is of the last."""
+        [T, E] behind this stage's layers; `hidden` is overwritten. What follows is of the last.
+
+        `reads` [N] int64 are the tokens whose hidden states anybody reads (None: all); what stands
+        at others may then be anything. Keys and values of all tokens are stored."""
 
     @abstractmethod
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:

@@ -193,8 +193,13 @@ class Bert(CausalModel):
         return self.words(tokens, places_T)
 
     def forward(
-        self, hidden_TE: torch.Tensor, positions_T: torch.Tensor, step: AttentionStep
+        self,
+        hidden_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        step: AttentionStep,
+        reads_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        # Whatever is read, all is computed: a step of an encoder pools, and that reads everything.
         positions = self.positions.weight[self._first :]
         hidden_TE = self.norm(hidden_TE + functional.embedding(positions_T, positions))
         # Attention turns heads as it stores them: here by nothing.

@@ -96,13 +96,18 @@ class Decoder(CausalModel):
         return self.embedding(tokens, places_T)
 
     def forward(
-        self, hidden_TE: torch.Tensor, positions_T: torch.Tensor, step: AttentionStep
+        self,
+        hidden_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        step: AttentionStep,
+        reads_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rotary = self.rotary(positions_T, hidden_TE.dtype)
-        for layer in self._layers:
-            # Both halves write into the residual stream in place.
-            layer.attention(hidden_TE, layer.input_norm, rotary, step)
-            layer.feed_forward(hidden_TE, layer.inner_norm)
+        *before, last = self._layers
+        for layer in before:
+            layer(hidden_TE, rotary, step)
+        # Layers of the stages behind this one take keys and values from all that it passes on.
+        last(hidden_TE, rotary, step, reads_N if self._decides else None)
         return hidden_TE
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:

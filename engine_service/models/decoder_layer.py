@@ -25,6 +25,8 @@ from engine_service.layers.slots import Share, Slot, Slots
 from engine_service.models.base import ModelTraits
 from engine_service.schemes.base import LinearScheme
 
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
@@ -140,15 +142,15 @@ class _Attention(nn.Module):
             group=build.group,
         )
 
-    def forward(
+    def mix(
         self,
         residual_TE: torch.Tensor,
         norm: RMSNorm,
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        rotary: Rotary,
         step: AttentionStep,
     ) -> torch.Tensor:
-        qkv = self.qkv(residual_TE, norm=norm)
-        return self.output.add(residual_TE, self.attend(qkv, rotary, self.norm, step))
+        """[T, H D] that `output` takes, of norm(residual); keys and values are stored."""
+        return self.attend(self.qkv(residual_TE, norm=norm), rotary, self.norm, step)
 
     def slots(self, prefix: str) -> Slots:
         names = [f"{prefix}.{name}" for name in (self.names.query_norm, self.names.key_norm)]
@@ -157,12 +159,38 @@ class _Attention(nn.Module):
 
 
 class Layer(nn.Module):
+    """Shapes: T tokens, N of them, E hidden size."""
+
     def __init__(self, layer: int, build: Build) -> None:
         super().__init__()
         self.input_norm = build.norm()
         self.attention = _Attention(layer, build)
         self.inner_norm = build.norm()
         self.feed_forward = build.feed_forward(layer)
+        mixture = build.options.mixtures.get(layer)
+        self._by_token = mixture is None or mixture.router.by_token
+
+    def forward(
+        self,
+        residual_TE: torch.Tensor,
+        rotary: Rotary,
+        step: AttentionStep,
+        reads_N: torch.Tensor | None = None,
+    ) -> None:
+        """`residual` is overwritten with what leaves this layer: of all tokens, or of `reads` [N]
+        int64 at least, where nobody reads the others any more. Their keys and values are stored."""
+        attention, rows = self.attention, residual_TE
+        mixed = attention.mix(residual_TE, self.input_norm, rotary, step)
+        if reads_N is not None:
+            if not len(reads_N):
+                return
+            if self._by_token:
+                rows, mixed = (x.index_select(0, reads_N) for x in (residual_TE, mixed))
+        # Both halves write into the residual stream in place.
+        attention.output.add(rows, mixed)
+        self.feed_forward(rows, self.inner_norm)
+        if reads_N is not None and rows is not residual_TE:
+            residual_TE.index_copy_(0, reads_N, rows)
 
     def slots(self, prefix: str, names: TensorNames) -> Slots:
         norms = {

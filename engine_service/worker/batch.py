@@ -75,6 +75,24 @@ class ForwardBatch:
     scores: ScorePart | None
     pools: PoolPart | None
 
+    @property
+    def reads(self) -> torch.Tensor | None:
+        """[N] int64 tokens whose hidden states the step's decisions and scores read; None: all, or
+        so many that picking them costs more than it saves. Nothing waits for the device."""
+        if self.pools is not None:
+            return None
+        columns = [part.queries for part in self.decides]
+        columns += [
+            part.unguided_queries for part in self.decides if part.unguided_queries is not None
+        ]
+        if self.scores is not None:
+            columns.append(self.scores.queries)
+        if 2 * sum(map(len, columns)) > len(self.places):
+            return None
+        if len(columns) > 1:
+            return torch.cat(columns)
+        return columns[0] if columns else self.places[:0]
+
 
 def columns_of(layout: StepLayout) -> list[np.ndarray]:
     """Every array of the step, in the order in which `bind_batch` takes their tensors."""

@@ -271,13 +271,19 @@ def padding_canvases(bucket: Bucket, tables: RowTables) -> StepLayout:
 
 
 def _pad_decided(part: DecideLayout, bucket: Bucket, trash: int) -> DecideLayout:
-    """One span more than the bucket has rows owns all positions behind the real ones."""
+    """One span more than the bucket has rows owns all positions behind the real ones.
+
+    They read a token that nobody else reads, if there is one: the last layer computes what is read,
+    and of what it computes twice either may be written last.
+    """
     size, spans = bucket.decided, bucket.rows + 1
     cu_decide = padded(part.cu_decide, spans + 1, part.cu_decide[-1])
     cu_decide[-1] = size
+    is_read = np.zeros(bucket.tokens, dtype=np.bool_)
+    is_read[part.queries] = True
     return replace(
         part,
-        queries=padded(part.queries, size, 0),
+        queries=padded(part.queries, size, int(is_read.argmin())),
         rows=padded(part.rows, size, trash),
         positions=padded(part.positions, size, 0),
         span_rows=padded(part.span_rows, spans, trash),

@@ -150,7 +150,7 @@ class StepGraphs:
         def forward() -> tuple[DecidePart, torch.Tensor]:
             batch = bind_batch(template, windows, program.tables)
             (part,) = batch.decides
-            return part, program.forward(batch)
+            return part, program.forward(batch, batch.reads)
 
         def decided() -> DecideResult:
             part, hidden = forward()
@@ -172,6 +172,7 @@ class StepGraphs:
         program, windows = self._program, self._arena.windows(columns)
 
         def forward() -> None:
+            # All of them: decisions that the graph does not know follow it.
             hidden = program.forward(bind_batch(template, windows, program.tables))
             self._hidden[: len(hidden)].copy_(hidden)
 

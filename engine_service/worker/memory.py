@@ -122,7 +122,8 @@ def rehearse(
     decide, if that many logits are the most that exist at once.
 
     Every span writes to one and the same page: the memory is that of a real step, the numbers
-    mean nothing.
+    mean nothing. All layers compute all tokens, which takes no less than a step takes whose last
+    layer computes few.
     """
     traits = model.traits
     tables = RowTables(

@@ -37,14 +37,17 @@ class StepProgram:
     stage: Stage = WHOLE
     """Of which these are the layers; only the last one has what follows the forward."""
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, reads: torch.Tensor | None = None) -> torch.Tensor:
         """[T, E] hidden states; the step's keys and values are stored. A stage ahead of the last
-        one has passed them on, and nobody may write to them."""
+        one has passed them on, and nobody may write to them.
+
+        `reads` [N] int64 are the tokens whose states the caller reads; None: maybe all of them.
+        """
         windows = self.model.traits.windows
         step = plan_step(self.backend, batch.attention, windows=windows, caches=self.caches)
         if batch.aside is not None:
             step = replace(step, aside=self._plan_aside(batch.aside))
-        hidden: torch.Tensor = self.model(self._enter(batch), batch.positions, step)
+        hidden: torch.Tensor = self.model(self._enter(batch), batch.positions, step, reads)
         if self.stage.links is not None and not self.stage.is_last:
             self.stage.links.pass_on(hidden)
         return hidden

@@ -140,7 +140,7 @@ class Runner:
         staged = stage(columns_of(layout), self._tables.device)
         batch = bind_batch(layout, staged, self._tables)
         if hidden is None:
-            hidden = program.forward(batch)
+            hidden = program.forward(batch, batch.reads)
         size = 0 if links is None else self._telling.size(layout)
         if not program.stage.is_last:
             if links is not None and size:

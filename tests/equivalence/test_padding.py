@@ -114,7 +114,7 @@ class PaddedSteps:
         batch = bind_batch(padded, staged, program.tables)
         (bound,) = batch.decides
         with nan_behind(program.backend, len(layout.places)):
-            hidden = program.forward(batch)
+            hidden = program.forward(batch, batch.reads)
         return program.decide(bound, program.logits(bound, hidden))
 
     def has_room(self, layout: StepLayout) -> bool:

@@ -26,7 +26,8 @@ def logits_of(token: int, position: int) -> torch.Tensor:
 
 
 class HandModel:
-    """Hidden state: (token, position). Logits: `logits_of`. Attention plays no part."""
+    """Hidden state: (token, position), NaN of tokens that nobody is to read. Logits: `logits_of`.
+    Attention plays no part."""
 
     vocab_share = None
 
@@ -37,9 +38,13 @@ class HandModel:
     def embed(self, tokens, places):
         return tokens[places]
 
-    def __call__(self, embedded, positions, step):
+    def __call__(self, embedded, positions, step, reads):
         assert step.caches == ("cache",)
-        return torch.stack((embedded, positions), dim=1).float()
+        hidden = torch.stack((embedded, positions), dim=1).float()
+        if reads is not None:
+            unread = torch.ones(len(hidden), dtype=torch.bool).index_fill(0, reads, False)
+            hidden[unread] = torch.nan
+        return hidden
 
     def logits(self, hidden):
         self.largest_logits = max(self.largest_logits, len(hidden))
