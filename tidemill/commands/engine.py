@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from engine_service.config import EngineConfig
-from engine_service.model_folder import check_model
 from engine_service.nodes import serving_node
-from tidemill.commands import ports
+from tidemill.commands import named_model, ports
 from tidemill.commands.engine_group import EnginePlan, engines_of, placed, wishes_of, with_ports
 from tidemill.commands.foreign_flags import ADVICE
 from tidemill.commands.launcher_config import LauncherConfig
@@ -17,7 +16,7 @@ from tidemill.runtime import options
 
 
 def run(argv: Sequence[str]) -> int:
-    """Serves until SIGTERM; returns the exit status. Raises what `check_model` does, and
+    """Serves until SIGTERM; returns the exit status. Raises what `named_model.check` does, and
     InvalidRequest for several engines of which each would refuse its place among hosts."""
     launcher, config = options.parse(
         [LauncherConfig, EngineConfig],
@@ -26,7 +25,7 @@ def run(argv: Sequence[str]) -> int:
         positional="model",
         advice=ADVICE,
     )  # --help before slow imports
-    check_model(config.model)
+    named_model.check(config)
     if launcher.data_parallel_size == 1:
         from engine_service.__main__ import serve
 

@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from engine_service.config import EngineConfig
-from engine_service.model_folder import check_model
 from engine_service.nodes import serving_node
 from frontend.config import FrontendConfig
 from frontend.model_names import read_names
-from tidemill.commands import ports
+from tidemill.commands import named_model, ports
 from tidemill.commands.engine_group import EnginePlan, engines_of, placed, wishes_of, with_ports
 from tidemill.commands.foreign_flags import ADVICE
 from tidemill.commands.launcher_config import LauncherConfig
@@ -28,8 +27,8 @@ _OF_THE_WAY = ("engine", "engine_tls_ca", "engine_tls_cert", "engine_tls_key", "
 
 def run(argv: Sequence[str]) -> int:
     """Serves until SIGTERM, SIGINT or the end of a service; returns the exit status.
-    Raises what `check_model` and `read_names` do, and InvalidRequest on a host whose ranks follow
-    another's."""
+    Raises what `named_model.check` and `read_names` do, and InvalidRequest on a host whose ranks
+    follow another's."""
     launcher, engine, frontend = options.parse(
         [LauncherConfig, EngineConfig, FrontendConfig],
         ours(argv),
@@ -39,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
         hidden=("connect_timeout_s", *_OF_THE_WAY),
     )
     serving_node(engine, os.environ)
-    check_model(engine.model)
+    named_model.check(engine)
     read_names(frontend.served_model_name, engine.model)
     return asyncio.run(_serve(*settled(engine, frontend, launcher.data_parallel_size)))
 
