@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from frontend.config import FrontendConfig
 from tidemill.runtime import log, open_files, options
 from tidemill.runtime.errors import ServiceError
 
+_LOG = logging.getLogger("tidemill.frontend")
 _CALM = (50_000, 20, 20)
 """Thresholds of the cycle collector. With Python's own it takes a tenth of the time of 256 streams,
 for cycles that a token does not make; those of requests still go."""
@@ -26,7 +28,7 @@ async def serve(config: FrontendConfig) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the flags and serves; a refused start is printed, with status 1."""
+    """Parses the flags and serves; a refused start is logged, with status 1."""
     given = sys.argv[1:] if argv is None else argv
     (config,) = options.parse([FrontendConfig], given, prog="tidemill frontend")
     log.configure(config.log_level, service="frontend")
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return uvloop.run(serve(config))
     except ServiceError as error:
-        print(f"tidemill frontend: {error.message}", file=sys.stderr)
+        _LOG.error("%s", error, extra=log.START_REFUSED)
         return 1
 
 

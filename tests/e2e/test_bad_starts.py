@@ -65,9 +65,10 @@ def test_flags_that_do_not_fit_are_told_alone(tmp_path: Path) -> None:
         assert service.wait() == 1
     refusal = (
         "cannot start: kv_connector is 'shm', which only engines that move KV read; leave it out, "
-        "or pass --role prefill or --role decode; this process ends"
+        "or pass --role prefill or --role decode"
     )
     assert f'"{refusal}"' in service.log.splitlines()[-1]
+    assert service.log.count(refusal) == 1
     assert "gone" not in service.log
 
 
