@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import uvloop
 
+from engine_service import limits
 from engine_service.config import EngineConfig
 from engine_service.node import NodeRanks
 from engine_service.nodes import node_of
@@ -35,6 +36,7 @@ def serve(config: EngineConfig) -> int:
     """One engine in this process until it is told to stop; returns the exit status."""
     log.configure(config.log_level, service="engine")
     try:
+        limits.check(config)
         node = node_of(config, os.environ)
         if node is not None and node.index:
             return NodeRanks(config, node).run()

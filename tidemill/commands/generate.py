@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from engine_service import limits
 from engine_service.config import EngineConfig
 from engine_service.model_folder import check_model
 from tidemill.commands.foreign_flags import ADVICE
@@ -53,6 +54,7 @@ def run(argv: Sequence[str]) -> int:
         advice=ADVICE,
         positional="model",
         hidden=_SERVER_ONLY,
+        check=lambda config, _: limits.check(config),
     )
     check_model(engine.model)
     from tidemill.llm import LLM

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from engine_service import limits as engine_limits
 from engine_service.config import EngineConfig
 from engine_service.nodes import serving_node
+from frontend import limits as frontend_limits
 from frontend.config import FrontendConfig
 from frontend.model_names import read_names
 from tidemill.commands import named_model, ports
@@ -27,8 +29,8 @@ _OF_THE_WAY = ("engine", "engine_tls_ca", "engine_tls_cert", "engine_tls_key", "
 
 def run(argv: Sequence[str]) -> int:
     """Serves until SIGTERM, SIGINT or the end of a service; returns the exit status.
-    Raises what `named_model.check` and `read_names` do, and InvalidRequest on a host whose ranks
-    follow another's."""
+    Raises what `named_model.check` and `read_names` do, FailedPrecondition or InvalidRequest for
+    values that a service would refuse, and on a host whose ranks follow another's."""
     launcher, engine, frontend = options.parse(
         [LauncherConfig, EngineConfig, FrontendConfig],
         ours(argv),
@@ -36,11 +38,17 @@ def run(argv: Sequence[str]) -> int:
         advice=ADVICE,
         positional="model",
         hidden=("connect_timeout_s", *_OF_THE_WAY),
+        check=_check,
     )
-    serving_node(engine, os.environ)
     named_model.check(engine)
     read_names(frontend.served_model_name, engine.model)
     return asyncio.run(_serve(*settled(engine, frontend, launcher.data_parallel_size)))
+
+
+def _check(_: LauncherConfig, engine: EngineConfig, frontend: FrontendConfig) -> None:
+    engine_limits.check(engine)
+    serving_node(engine, os.environ)
+    frontend_limits.check(frontend)
 
 
 async def _serve(engines: Sequence[EnginePlan], frontend: FrontendConfig) -> int:

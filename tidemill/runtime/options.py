@@ -9,7 +9,7 @@ import ast
 import inspect
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from functools import partial
@@ -64,12 +64,14 @@ def parse(
     hidden: Collection[str] = (),
     advice: Mapping[str, str] = MappingProxyType({}),
     environ: Mapping[str, str] = os.environ,
+    check: Callable[..., object] | None = None,
 ) -> list[Any]:
     """One instance per dataclass. A field that several share is one flag and sets them all.
 
     `positional` names fields, in order, that may stand without their flags; `hidden` ones keep
     their defaults; `advice` says what to do about flags that are none of ours. Ends with status 2
-    at a wrong or unknown key, with 0 after --help and --print-config.
+    at a wrong or unknown key, with 0 after --help and --print-config. Raises what `check` does of
+    the instances, which it gets before any of them is shown.
     """
     own = [{n: s for n, s in settings_of(k).items() if n not in hidden} for k in kinds]
     known = {n: s for settings in (*own, *reversed(own)) for n, s in settings.items()}
@@ -90,11 +92,14 @@ def parse(
     values = {n: found.get(n, setting.default) for n, setting in known.items()}
     if missing := [flag_of(n) for n, value in values.items() if value is MISSING]:
         parser.error(f"missing {', '.join(missing)}")
+    made = [k(**{n: values[n] for n in names}) for k, names in zip(kinds, own, strict=True)]
+    if check is not None:
+        check(*made)
     if said.print_config:
         shown = {n: "(hidden)" if isinstance(v, Secret) else v for n, v in values.items()}
         print(json.dumps(shown, indent=2))
         parser.exit()
-    return [k(**{n: values[n] for n in names}) for k, names in zip(kinds, own, strict=True)]
+    return made
 
 
 def _default(field: Field[Any]) -> Any:
