@@ -20,7 +20,7 @@ from tidemill.bench.context import context
 from tidemill.bench.engines import NOT_MEASURED, NOT_SERVED
 from tidemill.commands.foreign_flags import ADVICE
 from tidemill.commands.pipes import unread_progress
-from tidemill.commands.spellings import ours
+from tidemill.commands.spellings import SPELLINGS
 from tidemill.runtime import options
 
 
@@ -91,7 +91,7 @@ def run(argv: Sequence[str]) -> int:
         kinds, hidden = [*kinds, EngineConfig], benchmark.hidden
     prog = f"tidemill bench {name}"
     chosen, report, *engine = options.parse(
-        kinds, ours(rest), prog=prog, hidden=hidden, advice=ADVICE
+        kinds, rest, prog=prog, hidden=hidden, advice=ADVICE, spellings=SPELLINGS
     )
     with unread_progress() if report.json else nullcontext():
         figures = module.run(chosen, *engine)

@@ -12,7 +12,7 @@ from tidemill.commands import named_model, ports
 from tidemill.commands.engine_group import EnginePlan, engines_of, placed, wishes_of, with_ports
 from tidemill.commands.foreign_flags import ADVICE
 from tidemill.commands.launcher_config import LauncherConfig
-from tidemill.commands.spellings import ours
+from tidemill.commands.spellings import SPELLINGS
 from tidemill.runtime import options
 
 
@@ -22,10 +22,11 @@ def run(argv: Sequence[str]) -> int:
     refuse its place among hosts."""
     launcher, config = options.parse(
         [LauncherConfig, EngineConfig],
-        ours(argv),
+        argv,
         prog="tidemill engine",
         positional="model",
         advice=ADVICE,
+        spellings=SPELLINGS,
         check=_check,
     )  # --help before slow imports
     named_model.check(config)

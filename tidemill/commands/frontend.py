@@ -5,16 +5,20 @@ from collections.abc import Sequence
 from frontend import limits
 from frontend.config import FrontendConfig
 from tidemill.commands.foreign_flags import ADVICE
-from tidemill.commands.spellings import ours
+from tidemill.commands.spellings import SPELLINGS
 from tidemill.runtime import options
 
 
 def run(argv: Sequence[str]) -> int:
     """Serves until SIGTERM; returns the exit status. Raises what `limits.check` does."""
-    given = ours(argv)
-    options.parse(
-        [FrontendConfig], given, prog="tidemill frontend", advice=ADVICE, check=limits.check
+    (config,) = options.parse(
+        [FrontendConfig],
+        argv,
+        prog="tidemill frontend",
+        advice=ADVICE,
+        spellings=SPELLINGS,
+        check=limits.check,
     )  # --help before slow imports
-    from frontend.__main__ import main
+    from frontend.__main__ import serve
 
-    return main(given)
+    return serve(config)

@@ -19,7 +19,7 @@ from tidemill.commands import named_model, ports
 from tidemill.commands.engine_group import EnginePlan, engines_of, placed, wishes_of, with_ports
 from tidemill.commands.foreign_flags import ADVICE
 from tidemill.commands.launcher_config import LauncherConfig
-from tidemill.commands.spellings import ours
+from tidemill.commands.spellings import SPELLINGS
 from tidemill.commands.supervisor import Supervisor
 from tidemill.runtime import options
 
@@ -33,9 +33,10 @@ def run(argv: Sequence[str]) -> int:
     values that a service would refuse, and on a host whose ranks follow another's."""
     launcher, engine, frontend = options.parse(
         [LauncherConfig, EngineConfig, FrontendConfig],
-        ours(argv),
+        argv,
         prog="tidemill serve",
         advice=ADVICE,
+        spellings=SPELLINGS,
         positional="model",
         hidden=("connect_timeout_s", *_OF_THE_WAY),
         check=_check,
