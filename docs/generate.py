@@ -51,7 +51,8 @@ def _default(setting: options.Setting) -> str:
 
 def _spellings() -> str:
     rows = [f"| `{theirs}` | `{flag}` |" for theirs, flag in SPELLINGS.items()]
-    head = "## Spellings of other servers\n\nThe `tidemill` command takes these too.\n"
+    told = "The `tidemill` command takes these too, also as keys of a `--config` file."
+    head = f"## Spellings of other servers\n\n{told}\n"
     return "\n".join([head, "| theirs | ours |", "|---|---|", *rows, ""])
 
 

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 
 import uvloop
 
+from engine_service import limits
 from engine_service.config import EngineConfig
 from engine_service.node import NodeRanks
 from engine_service.nodes import node_of
 from engine_service.server.launch import EngineServer
-from engine_service.server.state import SERVING, Snapshot
+from engine_service.server.state import SERVING, EngineState, Snapshot
 from tidemill.runtime import log, options
 from tidemill.runtime.errors import ServiceError
 
@@ -35,11 +36,12 @@ def serve(config: EngineConfig) -> int:
     """One engine in this process until it is told to stop; returns the exit status."""
     log.configure(config.log_level, service="engine")
     try:
+        limits.check(config)
         node = node_of(config, os.environ)
         if node is not None and node.index:
             return NodeRanks(config, node).run()
     except ServiceError as error:
-        _LOG.error("%s", error)
+        _LOG.error("%s", error, extra=log.START_REFUSED)
         return 1
     return uvloop.run(_serve(config))
 
@@ -48,7 +50,7 @@ async def _serve(config: EngineConfig) -> int:
     try:
         server = await EngineServer.start(config, on_state=StateLog())
     except ServiceError as error:
-        _LOG.error("%s", error)
+        _LOG.error("%s", error, extra=log.START_REFUSED)
         return 1
     _LOG.info("listening on %s:%d", config.host, server.port)
     return await server.run()
@@ -57,7 +59,8 @@ async def _serve(config: EngineConfig) -> int:
 class StateLog:
     """Logs what an operator would act on: stages of loading and changes of state, once each.
 
-    Counts of the same stage and the turns between READY and BUSY are for WatchState.
+    Counts of the same stage and the turns between READY and BUSY are for WatchState, and an end is
+    told by the server that comes to it.
     """
 
     def __init__(self) -> None:
@@ -67,7 +70,8 @@ class StateLog:
         state = snapshot.state.name.lower()
         is_serving = snapshot.state in SERVING
         text = "ready" if is_serving else f"{state}: {_COUNT.sub('', snapshot.detail)}"
-        level = logging.DEBUG if text == self._last else logging.INFO
+        is_told = text == self._last or snapshot.state is EngineState.ERROR
+        level = logging.DEBUG if is_told else logging.INFO
         _LOG.log(level, "%s: %s", state, snapshot.detail)
         self._last = text
 

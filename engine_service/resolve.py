@@ -11,16 +11,14 @@ import torch
 
 from engine_service.config import EngineConfig
 from engine_service.core.step import FULL, granularity
+from engine_service.limits import check, require_at_least, role_refused
 from engine_service.models.base import ModelTraits
-from tidemill.runtime.errors import InvalidRequest, Unsupported
+from tidemill.runtime.errors import InvalidRequest
 
 CANVAS_BLOCK = 32
 """Positions that a row of a full-canvas model decides on at once, unless a request says more."""
 _LOGIT_CHUNK_BYTES = 256 << 20
 """float32 logits that exist at once; sampling needs about eight times as much beside them."""
-_TRANSFER_FLAGS = ("kv_connector", "kv_transfer_timeout_s", "kv_tls_ca", "kv_tls_name")
-"""Read by engines that move KV. Prefill and decode engines may be given the same ones."""
-_DEFAULTS = EngineConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +59,7 @@ def resolve(config: EngineConfig, traits: ModelTraits, device: torch.device) -> 
 
     Raises InvalidRequest naming the flag, the value, the limit and what to pass instead.
     """
+    check(config)
     _check_role(config, traits)
     defaults = _CUDA if device.type == "cuda" else _CPU
     reasons: list[str] = []
@@ -72,7 +71,6 @@ def resolve(config: EngineConfig, traits: ModelTraits, device: torch.device) -> 
     if max_rows is None:
         max_rows = defaults.max_rows
         reasons.append(f"max_rows {max_rows}: default on {device.type}")
-    _require_at_least("max_rows", max_rows, 1, "one request")
     token_budget = config.token_budget
     if token_budget is None:
         token_budget = max(defaults.token_budget, max_model_len if sees_all else max_rows * block)
@@ -86,8 +84,8 @@ def resolve(config: EngineConfig, traits: ModelTraits, device: torch.device) -> 
         decided = CANVAS_BLOCK if sees_all else block
         logit_budget = max_rows * decided
         reasons.append(f"logit_budget {logit_budget}: {max_rows} rows x {decided} positions")
-    _require_at_least("token_budget", token_budget, block, "one block of the model")
-    _require_at_least("logit_budget", logit_budget, block, "one block of the model")
+    require_at_least("token_budget", token_budget, block, "one block of the model")
+    require_at_least("logit_budget", logit_budget, block, "one block of the model")
     unit = max(page_size, block)
     fitting = _LOGIT_CHUNK_BYTES // (4 * traits.vocab_size)
     return ResolvedConfig(
@@ -105,17 +103,13 @@ def resolve(config: EngineConfig, traits: ModelTraits, device: torch.device) -> 
 
 def _canvas_budget(chosen: int | None, token_budget: int) -> int:
     """Half of a step, so that canvases computed whole leave room for those that only step."""
-    if chosen is None:
-        return max(1, token_budget // 2)
-    _require_at_least("canvas_budget", chosen, 1, "the last canvas of a step may overdraw it")
-    return chosen
+    return max(1, token_budget // 2) if chosen is None else chosen
 
 
 def _page_size(
     chosen: int | None, default: int, block: int, device: torch.device, reasons: list[str]
 ) -> int:
     if chosen is not None:
-        _require_at_least("page_size", chosen, 1, "one token")
         if chosen % block and block % chosen:
             raise InvalidRequest(
                 f"page_size {chosen} is neither a divisor nor a multiple of the model's block of"
@@ -135,7 +129,6 @@ def _max_model_len(chosen: int | None, traits: ModelTraits, reasons: list[str]) 
     if chosen is None:
         reasons.append(f"max_model_len {traits.max_model_len}: the checkpoint's limit")
         return traits.max_model_len
-    _require_at_least("max_model_len", chosen, 2, "one prompt token and one output token")
     if chosen > traits.max_model_len:
         raise InvalidRequest(
             f"max_model_len {chosen} exceeds the checkpoint's limit of {traits.max_model_len}"
@@ -145,35 +138,15 @@ def _max_model_len(chosen: int | None, traits: ModelTraits, reasons: list[str]) 
     return chosen
 
 
-def _require_at_least(name: str, value: int, least: int, because: str) -> None:
-    if value < least:
-        raise InvalidRequest(
-            f"{name} {value} is less than {least} ({because}); pass {least} or more", param=name
-        )
-
-
 def _check_role(config: EngineConfig, traits: ModelTraits) -> None:
-    """Raises Unsupported where a prompt's KV cannot be moved, InvalidRequest for flags that an
-    engine does not read that moves none."""
+    """Raises Unsupported where a prompt of this model has no KV that could be moved."""
     if config.role == "both":
-        for name in _TRANSFER_FLAGS:
-            if (given := getattr(config, name)) != getattr(_DEFAULTS, name):
-                raise InvalidRequest(
-                    f"{name} is {given!r}, which only engines that move KV read; leave it out, or "
-                    "pass --role prefill or --role decode",
-                    param=name,
-                )
         return
-    reasons = (
-        (
-            traits.mask_block >= FULL,
+    if traits.mask_block >= FULL:
+        raise role_refused(
+            config,
             "every position of this model sees all others, so a prompt has no keys and values of "
             "its own that could be moved",
-        ),
-        (not traits.methods, "this model is an encoder and generates nothing"),
-        (config.executor == "simulated", "the simulated executor keeps no keys and values"),
-        (not config.prefix_caching, "it hands prefixes over, and prefix_caching is off"),
-    )
-    for applies, why in reasons:
-        if applies:
-            raise Unsupported(f"role is {config.role!r}: {why}; pass --role both", param="role")
+        )
+    if not traits.methods:
+        raise role_refused(config, "this model is an encoder and generates nothing")

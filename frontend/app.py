@@ -22,9 +22,8 @@ from frontend.api.routes import build_http
 from frontend.config import FrontendConfig
 from frontend.desk import FrontDesk
 from frontend.gate import Gate
+from frontend.limits import check
 from frontend.listener import HttpServer, listen
-from frontend.model_names import read_names
-from frontend.parsers.registry import output_format
 from frontend.template_pool import prepare
 from tidemill.runtime.health import Health
 from tidemill.runtime.parsing import MalformedRequests
@@ -95,11 +94,10 @@ class FrontendServer:
     async def start(cls, config: FrontendConfig) -> FrontendServer:
         """Listens at once and connects to the engine behind it.
 
-        Raises FailedPrecondition naming port and flag when a port is taken, and the flag when a
-        parser is not known; InvalidRequest for names of the model that are none.
+        Raises FailedPrecondition naming port and flag when a port is taken, and what
+        `limits.check` does.
         """
-        read_names(config.served_model_name, "")
-        output_format(config.tool_call_parser, config.reasoning_parser, None)
+        check(config)
         listener = listen(config.host, config.http_port)
         try:
             server = cls(config, listener)

@@ -27,6 +27,16 @@ _LIMIT_FLAGS = (
 )
 
 
+def check_rates(config: FrontendConfig) -> None:
+    """Raises InvalidRequest for a rate below 0."""
+    for name in _LIMIT_FLAGS:
+        if getattr(config, name) < 0:
+            raise InvalidRequest(
+                f"{name} is {getattr(config, name)}; it must be at least 1, or 0 for no limit",
+                param=name,
+            )
+
+
 class RateLimited(Overloaded):
     """429: more than was allowed in this minute."""
 
@@ -95,12 +105,7 @@ class Gate:
 
     def __init__(self, config: FrontendConfig, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises FailedPrecondition for files and InvalidRequest for limits that do not serve."""
-        for name in _LIMIT_FLAGS:
-            if getattr(config, name) < 0:
-                raise InvalidRequest(
-                    f"{name} is {getattr(config, name)}; it must be at least 1, or 0 for no limit",
-                    param=name,
-                )
+        check_rates(config)
         self._keys = KeyRing(config.api_keys_file, config.api_key)
         self._proxies = Proxies(config.trusted_proxies)
         self._of_address = _Limits(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,14 +54,20 @@ def load_model(config: FrontendConfig, facts: EngineFacts, folder: Path) -> Serv
         tokenizer=tokenizer,
         template=template,
         output=output_format(config.tool_call_parser, config.reasoning_parser, template.source),
-        labels=_labels(folder / "config.json"),
+        labels=read_labels(folder / "config.json"),
     )
 
 
-def _labels(path: Path) -> Mapping[int, str]:
+def read_labels(path: Path) -> Mapping[int, str]:
     """What transformers wrote as id2label; empty where there is nothing of the kind."""
     try:
         named = json.loads(path.read_text("utf-8")).get("id2label") or {}
         return {int(number): str(name) for number, name in named.items()}
     except (OSError, ValueError, AttributeError):
         return {}
+
+
+def likeliest(probs: Sequence[float], labels: Mapping[int, str]) -> str:
+    """The name of the label of the highest probability; of one without a name, transformers'."""
+    best = max(range(len(probs)), key=probs.__getitem__)
+    return labels.get(best, f"LABEL_{best}")

@@ -74,6 +74,19 @@ class TextTokenizer:
         except (UnicodeEncodeError, TypeError) as failure:
             raise InvalidRequest(f"the text is not valid Unicode: {failure}") from failure
 
+    def as_transformers(self, max_tokens: int) -> Any:
+        """The same tokenizer, with its template, behind the interface of transformers' own. It
+        warns of texts longer than `max_tokens`."""
+        from transformers import PreTrainedTokenizerFast
+
+        kind: Any = PreTrainedTokenizerFast
+        return kind(
+            tokenizer_object=self._tokenizer,
+            chat_template=self.chat_template,
+            model_max_length=max_tokens,
+            **self.template_variables,
+        )
+
     def encode_input(
         self, text: str, second: str | None = None, *, keep: int | None = None
     ) -> tuple[list[int], int | None]:

@@ -14,7 +14,6 @@ from typing import Any, Self, cast
 from engine_service.composition import compose
 from engine_service.core.loop import CoreLoop
 from engine_service.core.messages import Abort, Finish, FinishReason
-from engine_service.core.params import PoolChoice
 from frontend.choosable import as_asked
 from frontend.tokenizer import TextTokenizer
 from tidemill.beams import BeamCalls
@@ -30,17 +29,16 @@ from tidemill.offline import (
     spread,
     to_submits,
 )
-from tidemill.outputs import EmbeddingOutput, RequestOutput
-from tidemill.pooled import PoolPrompt, PoolReader, as_pairs, cosines, to_output, to_vector
+from tidemill.outputs import RequestOutput
+from tidemill.pooled import PooledCalls, PoolPrompt
 from tidemill.progress import progress
 from tidemill.prompts import Prompt, PromptReader, as_list, one_per_prompt, with_suffixes
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, ServiceError
 from tidemill.sampling_params import SamplingParams
 from tidemill.structured import constraint_of
-from tidemill.vectors import Input, as_inputs
 
 
-class LLM(BeamCalls):
+class LLM(BeamCalls, PooledCalls):
     """A model with its engine.
 
     `model` is a built-in name, a folder or a hub id; the keywords are the fields of EngineConfig
@@ -151,44 +149,11 @@ class LLM(BeamCalls):
         """
         return self.generate(with_suffixes(prefix, suffix), sampling_params, use_tqdm)
 
-    def embed(
-        self,
-        inputs: Input | Sequence[Input],
-        *,
-        pooling: str | None = None,
-        normalize: bool | None = None,
-        dimensions: int | None = None,
-        truncate_prompt_tokens: int | None = None,
-    ) -> list[EmbeddingOutput]:
-        """A vector for every text or list of token ids, in their order.
-
-        `pooling` is mean, last or cls, by default the checkpoint's way. `dimensions` keeps that
-        many leading features, of vectors of length 1 unless `normalize` is False;
-        `truncate_prompt_tokens` that many leading tokens, -1: what the context holds.
-        """
-        choice = PoolChoice(kind=pooling, normalize=normalize, dimensions=dimensions)
-        reader = self._pool_reader(truncate_prompt_tokens)
-        prompts = [reader.read(one, choice) for one in as_inputs(inputs)]
-        return [to_output(*pair) for pair in zip(prompts, self._pool(prompts), strict=True)]
-
-    def score(
-        self,
-        text_1: str | Sequence[str],
-        text_2: str | Sequence[str],
-        *,
-        truncate_prompt_tokens: int | None = None,
-    ) -> list[float]:
-        """How well the texts of every pair go together, the higher the better: what a cross-encoder
-        says, of other models the cosine of the embeddings. One `text_1` serves all of `text_2`.
-        """
-        pairs = as_pairs(text_1, text_2)
-        reader = self._pool_reader(truncate_prompt_tokens)
-        if reader.reads_pairs:
-            prompts = [reader.read_pair(*pair) for pair in pairs]
-            return [to_vector(finish)[0] for finish in self._pool(prompts)]
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        outputs = self.embed(texts, normalize=True, truncate_prompt_tokens=truncate_prompt_tokens)
-        return cosines(pairs, {t: o.embedding for t, o in zip(texts, outputs, strict=True)})
+    def get_tokenizer(self) -> Any:
+        """Its tokenizer and chat template as transformers' PreTrainedTokenizerFast, which gives
+        texts the token ids that they have here. Needs transformers (tidemill[frontend])."""
+        tokenizer = self._reader.need_tokenizer()
+        return tokenizer.as_transformers(self.facts.max_model_len)
 
     @unbroken()
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
@@ -248,9 +213,6 @@ class LLM(BeamCalls):
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
         return self._scheduler.has_work
-
-    def _pool_reader(self, keep: int | None) -> PoolReader:
-        return PoolReader(self._tokenizer, self.facts, keep)
 
     def _pool(self, prompts: Sequence[PoolPrompt]) -> list[Finish]:
         """Runs prompts that are pooled to their ends; nothing of them is left whatever happens."""

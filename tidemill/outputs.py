@@ -1,4 +1,4 @@
-"""What `LLM.generate` and `LLM.embed` return. Plain values, whichever way they came about."""
+"""What the calls of `LLM` return. Plain values, whichever way they came about."""
 
 from __future__ import annotations
 
@@ -56,6 +56,17 @@ class EmbeddingOutput:
     embedding: list[float]
     cached_tokens: int
     """Leading tokens of the prompt whose keys and values were found in the cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassificationOutput:
+    """What `LLM.classify` returns for an input."""
+
+    prompt_token_ids: list[int]
+    probs: list[float]
+    """One per label; that of a single label is of that label alone."""
+    label: str
+    """The likeliest one, as the checkpoint's config.json names it, else LABEL_0 and so on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

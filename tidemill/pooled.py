@@ -1,4 +1,4 @@
-"""What `tidemill.LLM` makes of inputs that are pooled: prompts, and vectors out of their ends.
+"""Embeddings, labels and scores offline: prompts that are pooled, and what comes of their ends.
 
 It does not know the engine's loop.
 """
@@ -6,17 +6,21 @@ It does not know the engine's loop.
 from __future__ import annotations
 
 import struct
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from engine_service.core.facts import EngineFacts
 from engine_service.core.messages import Finish, FinishReason, Submit
 from engine_service.core.params import DecodingChoice, PoolChoice, SamplingParams
+from engine_service.model_folder import CONFIG
+from frontend.served import likeliest, read_labels
 from frontend.tokenizer import TextTokenizer
-from tidemill.outputs import EmbeddingOutput
+from tidemill.outputs import ClassificationOutput, EmbeddingOutput
 from tidemill.runtime.errors import InternalError, InvalidRequest
-from tidemill.vectors import Input
+from tidemill.vectors import Input, as_inputs
 
 Pair = tuple[str, str]
 
@@ -84,7 +88,87 @@ class PoolReader:
         return self._tokenizer
 
 
-def as_pairs(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[Pair]:
+class PooledCalls(ABC):
+    """What `LLM` gets of it: the calls that generate nothing."""
+
+    facts: EngineFacts
+    _tokenizer: TextTokenizer | None
+
+    @abstractmethod
+    def _pool(self, prompts: Sequence[PoolPrompt]) -> list[Finish]:
+        """Runs them to their ends."""
+
+    def embed(
+        self,
+        inputs: Input | Sequence[Input],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingOutput]:
+        """A vector for every text or list of token ids, in their order.
+
+        `pooling` is mean, last or cls, by default the checkpoint's way. `dimensions` keeps that
+        many leading features, of vectors of length 1 unless `normalize` is False;
+        `truncate_prompt_tokens` that many leading tokens, -1: what the context holds.
+        """
+        choice = PoolChoice(kind=pooling, normalize=normalize, dimensions=dimensions)
+        reader = PoolReader(self._tokenizer, self.facts, truncate_prompt_tokens)
+        prompts = [reader.read(one, choice) for one in as_inputs(inputs)]
+        return [
+            EmbeddingOutput(
+                prompt_token_ids=prompt.token_ids,
+                embedding=_to_vector(finish),
+                cached_tokens=finish.usage.cached_tokens,
+            )
+            for prompt, finish in zip(prompts, self._pool(prompts), strict=True)
+        ]
+
+    def classify(
+        self, inputs: Input | Sequence[Input], *, truncate_prompt_tokens: int | None = None
+    ) -> list[ClassificationOutput]:
+        """The probability of every label, for every text or list of token ids, in their order.
+        Models with a classification head only; others raise Unsupported.
+        """
+        choice = PoolChoice(task="classify")
+        reader = PoolReader(self._tokenizer, self.facts, truncate_prompt_tokens)
+        prompts = [reader.read(one, choice) for one in as_inputs(inputs)]
+        told = [_to_vector(finish) for finish in self._pool(prompts)]
+        folder = self.facts.tokenizer_dir
+        labels = read_labels(Path(folder) / CONFIG) if folder else {}
+        return [
+            ClassificationOutput(
+                prompt_token_ids=prompt.token_ids, probs=probs, label=likeliest(probs, labels)
+            )
+            for prompt, probs in zip(prompts, told, strict=True)
+        ]
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[float]:
+        """How well the texts of every pair go together, the higher the better: what a cross-encoder
+        says, of other models the cosine of the embeddings. One `text_1` serves all of `text_2`.
+        """
+        pairs = _as_pairs(text_1, text_2)
+        reader = PoolReader(self._tokenizer, self.facts, truncate_prompt_tokens)
+        if reader.reads_pairs:
+            prompts = [reader.read_pair(*pair) for pair in pairs]
+            return [_to_vector(finish)[0] for finish in self._pool(prompts)]
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        outputs = self.embed(texts, normalize=True, truncate_prompt_tokens=truncate_prompt_tokens)
+        vectors = {t: o.embedding for t, o in zip(texts, outputs, strict=True)}
+        return [
+            sum(a * b for a, b in zip(vectors[left], vectors[right], strict=True))
+            for left, right in pairs
+        ]
+
+
+def _as_pairs(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[Pair]:
     """Pairs of texts; one first text serves all second ones. Raises InvalidRequest."""
     left = [text_1] if isinstance(text_1, str) else list(text_1)
     right = [text_2] if isinstance(text_2, str) else list(text_2)
@@ -98,25 +182,8 @@ def as_pairs(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[P
     return list(zip(left, right, strict=True))
 
 
-def cosines(pairs: Sequence[Pair], vectors: Mapping[str, Sequence[float]]) -> list[float]:
-    """Of pairs of texts, whose vectors have length 1."""
-    return [
-        sum(a * b for a, b in zip(vectors[left], vectors[right], strict=True))
-        for left, right in pairs
-    ]
-
-
-def to_vector(finish: Finish) -> list[float]:
+def _to_vector(finish: Finish) -> list[float]:
     """What a prompt was pooled into; raises InternalError where it ended early."""
     if finish.reason is not FinishReason.LENGTH:
         raise InternalError(f"a prompt ended early: {finish.reason.name.lower()} {finish.detail}")
     return array("f", finish.vector).tolist()
-
-
-def to_output(prompt: PoolPrompt, finish: Finish) -> EmbeddingOutput:
-    """What the caller gets for an input."""
-    return EmbeddingOutput(
-        prompt_token_ids=prompt.token_ids,
-        embedding=to_vector(finish),
-        cached_tokens=finish.usage.cached_tokens,
-    )

@@ -25,6 +25,7 @@ from engine_service.server.sideline import Sideline
 from engine_service.server.state import SERVING, EngineState, Snapshot
 from engine_service.server.status_pages import status_pages
 from engine_service.server.vllm_engine.servicer import VLLM_ENGINE, add_vllm_engine
+from tidemill.runtime import log
 from tidemill.runtime.health import Health
 from tidemill.runtime.parsing import MalformedRequests
 from tidemill.runtime.rpc import bind, server_options
@@ -175,9 +176,11 @@ class EngineServer:
         for task in (drained, second):
             task.cancel()
         await asyncio.gather(drained, second, return_exceptions=True)
-        died = self.desk.dead.is_set()
+        lost = self.desk.core.lost
+        if lost is not None:
+            _LOG.error("%s while draining", lost)
         await self.stop()
-        return 1 if died else 0
+        return 0 if lost is None else 1
 
     async def drain(self) -> None:
         """Not ready at once; refuses new requests after `drain_pause_s`, and waits for the running
@@ -206,6 +209,7 @@ class EngineServer:
             desk.drain()
         if desk.board.state is EngineState.LOADING:
             desk.board.move(EngineState.ERROR, "stopped before it was ready")
+            _LOG.info("stopped before it was ready")
         if desk.board.state is EngineState.DRAINING:
             desk.board.move(EngineState.SHUTDOWN, "stopped")
         if desk.core.num_live:
@@ -228,10 +232,12 @@ class EngineServer:
         await asyncio.to_thread(self._tracer.stop)
 
     async def _stop_after_death(self) -> None:
-        assert self.desk.core.lost is not None
-        # A start that failed would fail again: its reason says what to change.
-        advice = "" if self.desk.facts is None else ", restart it"
-        _LOG.error("%s; this process ends%s", self.desk.core.lost, advice)
+        lost = self.desk.core.lost
+        assert lost is not None
+        if self.desk.facts is None:  # it would fail again: the reason says what to change
+            _LOG.error("%s", lost, extra=log.START_REFUSED)
+        else:
+            _LOG.error("%s; this process ends, restart it", lost)
         await self.stop()
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from engine_service.config import EngineConfig
 from engine_service.core.facts import EngineFacts
 from engine_service.core.messages import Finish, RankTrace, SetTracing, StepTrace, Submit
+from engine_service.limits import MAX_TRACE_LEVEL
 from engine_service.server.core_client import Ended
 from engine_service.server.metrics import EngineMetrics, Reading
 from engine_service.server.request_trace import method_of, trace_refusal, trace_request
@@ -17,7 +18,7 @@ from tidemill.telemetry.context import TraceContext, parse
 from tidemill.telemetry.tracer import Span, Tracer
 
 STEPS_LEVEL = 2
-RANKS_LEVEL = MAX_LEVEL = 3
+RANKS_LEVEL = MAX_LEVEL = MAX_TRACE_LEVEL
 _AWAITED = 64
 """Steps of which other ranks may still tell; they are a step or two behind."""
 

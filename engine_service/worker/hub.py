@@ -5,11 +5,12 @@ It does not know what the files mean.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -20,6 +21,7 @@ from huggingface_hub.errors import (
 )
 from tqdm.auto import tqdm
 
+from engine_service.model_folder import CONFIG
 from tidemill.runtime.errors import InvalidRequest, NotFound, ServiceError, Unavailable
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "LICENSE*"]
@@ -28,6 +30,23 @@ _WEIGHT_FILES = ["*.safetensors"]
 _UNWANTED = ["consolidated*", "*/*"]
 # How a sentence-transformers model pools, which it says in a folder of that module.
 _MODULES, _POOLING = "modules.json", ["*_Pooling/config.json"]
+_ASKED_S = 3.0  # a hub that answers later is asked again by the download
+_LOG = logging.getLogger("tidemill.engine")
+
+
+def refuse_unknown(model: str, revision: str | None) -> None:
+    """Raises what `download` would for an id that the hub does not know, and downloads nothing.
+
+    A model that was downloaded before is not asked about, and a hub that cannot be asked (offline,
+    no network) is no reason to refuse.
+    """
+    try:
+        if not isinstance(try_to_load_from_cache(model, CONFIG, revision=revision), str):
+            HfApi().model_info(model, revision=revision, timeout=_ASKED_S)
+    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+        raise _typed(error, model, revision) from error
+    except Exception as error:  # of several libraries, and no two versions agree on which
+        _LOG.debug("the hub was not asked about %s: %s", model, error)
 
 
 def download(

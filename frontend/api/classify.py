@@ -17,6 +17,7 @@ from frontend.api.openai_request import parse
 from frontend.desk import FrontDesk
 from frontend.pooling import PoolWalk
 from frontend.request import PoolRequest
+from frontend.served import likeliest
 
 
 class ClassifyBody(PoolBody):
@@ -62,9 +63,4 @@ def classify_routes(desk: FrontDesk) -> APIRouter:
 
 
 def _told(probs: list[float], labels: Mapping[int, str]) -> dict[str, Any]:
-    best = max(range(len(probs)), key=probs.__getitem__)
-    return {
-        "label": labels.get(best, f"LABEL_{best}"),
-        "probs": probs,
-        "num_classes": len(probs),
-    }
+    return {"label": likeliest(probs, labels), "probs": probs, "num_classes": len(probs)}

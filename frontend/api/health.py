@@ -38,6 +38,10 @@ def health_routes(desk: FrontDesk) -> APIRouter:
         status = 200 if desk.state == "ready" else 503
         return JsonResponse({"status": desk.state}, status_code=status, headers=_retry_after(desk))
 
+    # As other servers have it, for platforms that ask there whether an instance serves.
+    router.get("/ping")(ready)
+    router.post("/ping")(ready)
+
     @router.get("/health/live")
     async def live() -> Response:
         """For liveness probes; 200 even while draining."""
@@ -48,6 +52,11 @@ def health_routes(desk: FrontDesk) -> APIRouter:
         """The short form; an error while requests are not taken."""
         desk.check_ready()
         return JsonResponse({"status": "ok"})
+
+    @router.get("/load")
+    async def load() -> Response:
+        """How many requests are in the house, by vLLM's name for it."""
+        return JsonResponse({"server_load": desk.num_live})
 
     return router
 

@@ -39,6 +39,7 @@ HEALTH = frozenset(
         "/health",
         "/health/live",
         "/health/ready",
+        "/ping",
         "/v1/health",
         "/v2/health/live",
         "/v2/health/ready",

@@ -64,11 +64,20 @@ def test_flags_that_do_not_fit_are_told_alone(tmp_path: Path) -> None:
     with running(tmp_path, "engine", "demo", "--engine-port=0", "--kv-connector=shm") as service:
         assert service.wait() == 1
     refusal = (
-        "cannot start: kv_connector is 'shm', which only engines that move KV read; leave it out, "
-        "or pass --role prefill or --role decode; this process ends"
+        "tidemill engine: kv_connector is 'shm', which only engines that move KV read; leave it "
+        "out, or pass --role prefill or --role decode"
     )
-    assert f'"{refusal}"' in service.log.splitlines()[-1]
-    assert "gone" not in service.log
+    assert service.log == f"{refusal}\n"
+
+
+def test_flags_that_do_not_fit_the_model_are_told_once(tmp_path: Path) -> None:
+    with running(
+        tmp_path, "engine", "demo", "--engine-port=0", "--max-model-len=999999"
+    ) as service:
+        assert service.wait() == 1
+    refusal = "cannot start: max_model_len 999999 exceeds the checkpoint's limit"
+    assert f'"{refusal}' in service.log.splitlines()[-1]
+    assert service.log.count(refusal) == 1
 
 
 # ---------------------------------------------------------------- files

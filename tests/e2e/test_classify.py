@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -12,6 +14,8 @@ import torch
 from tests.e2e.real_stack import Stack, free_port, frontend, running
 from tests.models.encoders import write, write_tokenizer
 from tests.waiting import http_client
+from tidemill import LLM
+from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 TEXTS = ["the sea is calm", "x", "reverse harbour"]
 NAMES = {0: "calm", 1: "rough", 2: "wild"}
@@ -70,6 +74,38 @@ async def test_probabilities_and_labels_are_those_of_transformers(
             assert one["num_classes"] == 3
     (alone,) = (await asked(served, path, input=TEXTS[0])).json()["data"]
     np.testing.assert_allclose(alone["probs"], wanted[0], atol=1e-5)
+
+
+def test_offline_it_says_the_same(classifier, tmp_path: Path, monkeypatch) -> None:
+    folder, model, tokenizer = classifier
+    ids = [tokenizer.encode(text).ids for text in TEXTS]
+    with torch.no_grad():
+        wanted = [model(torch.tensor([one])).logits[0].softmax(-1).numpy() for one in ids]
+    llm = LLM(str(folder))
+    for given in (TEXTS, ids):
+        found = llm.classify(given)
+        assert [one.prompt_token_ids for one in found] == ids
+        for one, probs in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one.probs, probs, atol=1e-5)
+            assert one.label == NAMES[int(probs.argmax())]
+    (cut,) = llm.classify("a " * 100, truncate_prompt_tokens=-1)
+    assert len(cut.prompt_token_ids) == llm.facts.max_model_len
+    with pytest.raises(InvalidRequest, match="context length"):
+        llm.classify("a " * 100)
+
+    # Without a tokenizer nobody knows names; least of all the folder that we are in.
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (bare / name).unlink()
+    monkeypatch.chdir(folder)
+    (unnamed,) = LLM(str(bare), skip_tokenizer_init=True).classify([ids[0]])
+    assert unnamed.label == f"LABEL_{int(wanted[0].argmax())}"
+
+
+def test_a_model_that_generates_has_no_labels() -> None:
+    with pytest.raises(Unsupported, match="no classification head; ask for embeddings"):
+        LLM("demo").classify("x")
 
 
 async def test_what_cannot_be_is_named(served: Stack, stack: Stack) -> None:

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from tidemill.llm import LLM
 from tidemill.runtime.errors import InvalidRequest, NotFound, ServiceError, Unsupported
@@ -174,6 +175,27 @@ def test_unknown_model_says_what_to_do() -> None:
         LLM("./no-such-folder/model")
 
 
+def test_the_tokenizer_speaks_transformers(demo: LLM) -> None:
+    """What scripts for other engines do with it gives the prompts that `chat` and `generate` make;
+    transformers' own reading of the folder says the same."""
+    tokenizer = demo.get_tokenizer()
+    talk = [{"role": "user", "content": "add: 12+34"}]
+    text = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    (chatted,) = demo.chat(talk, GREEDY, use_tqdm=False)
+    assert tokenizer.encode(text, add_special_tokens=False) == chatted.prompt_token_ids
+    assert text_of(demo, text) == "46"
+    assert tokenizer.decode(chatted.outputs[0].token_ids, skip_special_tokens=True) == "46"
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(demo.facts.tokenizer_dir)
+    assert tokenizer.special_tokens_map == theirs.special_tokens_map != {}
+    assert (tokenizer.eos_token_id, len(tokenizer)) == (theirs.eos_token_id, len(theirs))
+    assert tokenizer.decode([257, 65], skip_special_tokens=True) == "A"
+    assert tokenizer.model_max_length == 512
+
+    tokenizer("x " * 2000, truncation=True, padding="max_length")
+    assert len(demo.generate("x" * 300, GREEDY, False)[0].prompt_token_ids) == 300, "it is a copy"
+
+
 def test_without_a_tokenizer_prompts_are_ids() -> None:
     llm = LLM("demo", skip_tokenizer_init=True, max_model_len=64)
     (output,) = llm.generate([[65, 66]], SamplingParams(max_tokens=3, ignore_eos=True), False)
@@ -181,5 +203,7 @@ def test_without_a_tokenizer_prompts_are_ids() -> None:
     assert len(output.outputs[0].token_ids) == 3
     with pytest.raises(InvalidRequest, match="skip_tokenizer_init"):
         llm.generate("text", use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="skip_tokenizer_init"):
+        llm.get_tokenizer()
     with pytest.raises(InvalidRequest, match="stop strings"):
         llm.generate([[65]], SamplingParams(stop="x"), use_tqdm=False)

@@ -152,6 +152,7 @@ def test_a_model_that_cannot_load_says_why(tmp_path: Path) -> None:
         assert served.wait_end() == 1
         said = r"tidemill serve: engine_service ended .*no-weights has no \*\.safetensors"
         assert re.search(said, served.err), served.err
+        assert served.err.count("no-weights has no") == 1, "it is said twice"
         assert served.out == ""
 
 

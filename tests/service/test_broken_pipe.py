@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -70,6 +71,27 @@ def test_both_outputs_into_one_pipe() -> None:
             words, stdout=writer, stderr=writer, env=environ(True), timeout=PATIENCE_S, check=False
         )
     assert done.returncode == LEFT
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "shown"])
+def test_figures_that_are_kept_need_no_reader(
+    tmp_path: Path, is_kept: bool, buffered: bool
+) -> None:
+    """`tidemill bench ... --json FILE 2>&1 | head`; without a FILE nobody wants what is measured,
+    and it ends with its first line."""
+    file = tmp_path / "figures.json"
+    argv = ["bench", "throughput", "--model=demo", "--executor=simulated", "--simulated-step-ms=0"]
+    argv += ["--against=none", "--requests=1", "--input-len=4", "--output-len=4", "--repeats=1"]
+    with unread() as writer:
+        done = subprocess.run(
+            [sys.executable, "-m", "tidemill", *argv, *([f"--json={file}"] if is_kept else [])],
+            stdout=writer, stderr=writer, env=environ(buffered), timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
+    assert done.returncode == LEFT
+    assert file.exists() == is_kept
+    if is_kept:
+        assert json.loads(file.read_text())["benchmark"] == "throughput"
 
 
 @pytest.mark.parametrize("buffered", [True, False])

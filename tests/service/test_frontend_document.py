@@ -81,6 +81,7 @@ async def test_no_route_takes_a_body_that_is_nested_too_deeply(tmp_path: Path) -
     async with stack(tmp_path) as served, served.http() as client:
         paths = (await client.get("/openapi.json")).json()["paths"]
         posts = [path for path, one in paths.items() if "post" in one and "{" not in path]
+        posts.remove("/ping")  # reads none
         assert len(posts) > 10
         for path in posts:
             for num_levels in (MAX_DEPTH + 1, 300, 900):

@@ -33,7 +33,7 @@ from tidemill.security.keys import NewKey, new_key
 WAIT = CallOptions(timeout_s=PATIENCE_S)
 SOME = SamplingParams(max_tokens=4)
 PROMPT = "whom nobody else may see"
-OPEN = {"/", "/health", "/health/live", "/health/ready", "/v1/health"}
+OPEN = {"/", "/ping", "/health", "/health/live", "/health/ready", "/v1/health"}
 OPEN |= {"/v2/health/live", "/v2/health/ready"}
 PROBES = {"ServerLive", "ServerReady"}
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.waiting import PATIENCE_S, eventually
 from tidemill import cli
-from tidemill.commands import bench, child, ports, spellings
+from tidemill.commands import bench, child, ports
 from tidemill.runtime.endings import ending
 from tidemill.runtime.errors import FailedPrecondition
 
@@ -151,22 +151,6 @@ def test_missing_extra_is_named(
         monkeypatch.delitem(sys.modules, f"tidemill.commands.{name}", raising=False)
     assert cli.main(["serve"]) == 1
     assert "pip install 'tidemill[all]'" in capsys.readouterr().err
-
-
-def test_spellings_of_other_servers() -> None:
-    theirs = [
-        "demo",
-        "--block-size",
-        "32",
-        "-tp=1",
-        "--no-enable-prefix-caching",
-        "--port=0",
-        "a=b",
-    ]
-    assert spellings.ours(theirs) == [
-        *("demo", "--page-size", "32", "--tensor-parallel-size=1", "--no-prefix-caching"),
-        *("--http-port=0", "a=b"),
-    ]
 
 
 def wishes(*asked: tuple[str, int]) -> list[ports.Wish]:

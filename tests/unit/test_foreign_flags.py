@@ -1,7 +1,10 @@
 """Flags of vLLM and SGLang: either taken, or refused with what to do instead."""
 
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +51,67 @@ def test_so_does_a_key_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         cli.main(["serve", f"--config={file}"])
     assert "swap_space: Tidemill moves neither weights nor KV" in capsys.readouterr().err
+
+
+def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", *argv, "--print-config"])
+    assert ended.value.code == 0, capsys.readouterr().err
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_spellings_of_other_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["demo", "--block-size", "32", "-tp=2", "--no-enable-prefix-caching", "--port=0"]
+    found = shown(capsys, *words, "--served-model-name=--port=1")
+    assert (found["model"], found["page_size"], found["tensor_parallel_size"]) == ("demo", 32, 2)
+    assert (found["prefix_caching"], found["http_port"]) == (False, 0)
+    assert found["served_model_name"] == "--port=1", "a value is no flag"
+
+
+@pytest.mark.parametrize("written", [str, lambda text: text.replace("-", "_")])
+def test_a_file_for_another_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], written: Callable[[str], str]
+) -> None:
+    """As vLLM's users have them, with dashes or without."""
+    flags = {
+        "model": "demo",
+        "max-model-len": 512,
+        "tensor-parallel-size": 2,
+        "gpu-memory-utilization": 0.5,
+        "max-num-seqs": 3,
+        "no-enable-prefix-caching": True,
+        "disable-cuda-graph": False,
+        "served-model-name": ["a", "b"],
+        "port": 8001,
+    }
+    file = tmp_path / "flags.yaml"
+    file.write_text(json.dumps({written(key): value for key, value in flags.items()}))
+    found = shown(capsys, f"--config={file}")
+    assert (found["model"], found["max_model_len"]) == ("demo", 512)
+    assert found["tensor_parallel_size"] == 2
+    assert (found["memory_fraction"], found["max_rows"], found["http_port"]) == (0.5, 3, 8001)
+    assert (found["prefix_caching"], found["enforce_eager"]) == (False, False)
+    assert found["served_model_name"] == "a,b"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("max-num-seqs: 3\nmax_rows: 4\n", "max-num-seqs and max_rows are the same"),
+        ("disable-radix-cache: perhaps\n", "key in {file}: no_prefix_caching"),
+        ("max-num-sequs: 3\n", "key in {file}: max_num_sequs"),
+    ],
+)
+def test_keys_that_do_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, told: str
+) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", f"--config={file}"])
+    assert ended.value.code == 2
+    assert told.format(file=file) in capsys.readouterr().err
 
 
 def test_advice_names_flags_that_there_are_for_those_that_there_are_not() -> None:

@@ -5,8 +5,12 @@ A small HTTP server in this process stands in for the hub.
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,6 +21,7 @@ from huggingface_hub import snapshot_download
 from engine_service.config import EngineConfig
 from engine_service.worker import hub
 from engine_service.worker.checkpoint import fetch_checkpoint
+from tests.waiting import PATIENCE_S
 from tidemill.runtime.errors import InvalidRequest, NotFound, Unavailable
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -82,6 +87,17 @@ class FakeHub(BaseHTTPRequestHandler):
         """Silent: pytest shows what fails."""
 
 
+@contextmanager
+def fake_hub() -> Iterator[str]:
+    """Its address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
 class Online:
     """snapshot_download against the fake hub, with a cache of its own."""
 
@@ -94,15 +110,10 @@ class Online:
 
 @pytest.fixture
 def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    with fake_hub() as endpoint:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        endpoint = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setattr(hub, "snapshot_download", Online(endpoint, tmp_path))
         yield
-        server.shutdown()
-        thread.join()
 
 
 @pytest.mark.usefixtures("online")
@@ -177,3 +188,58 @@ def test_a_full_disk_can_be_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_impossible_names_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="not a valid hub id"):
         hub.download("me/--bad--", None, weights=True, report=lambda *_: None)
+
+
+# ---------------------------------------------------------------- before anything starts
+
+ASKED = """
+import subprocess, sys
+from tidemill.cli import main
+
+def refuse(*_, **__):
+    raise SystemExit("it starts")
+
+subprocess.Popen = refuse
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def start(model: str, endpoint: str, cache: Path, *, verb: str = "serve", **variables: str) -> str:
+    """What stands on stderr of a start, which ends where the first process would be started."""
+    environ = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint, "HF_HOME": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED, verb, f"--model={model}", "--engine-port=0"],
+        env=environ | variables, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    return done.stderr
+
+
+@pytest.mark.parametrize("verb", ["serve", "engine"])
+def test_an_id_that_the_hub_does_not_know_starts_nothing(tmp_path: Path, verb: str) -> None:
+    with fake_hub() as endpoint:
+        said = start("me/absent", endpoint, tmp_path, verb=verb)
+        words = "is not on the hub, or private: check the spelling, or set HF_TOKEN"
+        assert said == f"tidemill {verb}: model 'me/absent' {words}\n"
+        assert "at revision 'nowhere' does not exist: check --revision" in start(
+            "me/tiny", endpoint, tmp_path, verb=verb, TIDEMILL_REVISION="nowhere"
+        )
+        assert "it starts" in start("me/tiny", endpoint, tmp_path, verb=verb)
+
+
+def test_a_hub_that_cannot_be_asked_refuses_nothing(tmp_path: Path) -> None:
+    with fake_hub() as endpoint:
+        assert "it starts" in start("me/absent", endpoint, tmp_path, HF_HUB_OFFLINE="1")
+    assert "it starts" in start("me/absent", endpoint, tmp_path)  # it is gone
+
+
+def test_a_model_that_was_downloaded_is_not_asked_about(tmp_path: Path) -> None:
+    """The hub may have lost it since: the copy serves."""
+    kept = tmp_path / "hub" / "models--me--absent"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "snapshots" / COMMIT).mkdir(parents=True)
+    with fake_hub() as endpoint:
+        (kept / "refs" / "main").write_text(COMMIT)
+        assert "not on the hub" in start("me/absent", endpoint, tmp_path)
+        (kept / "snapshots" / COMMIT / "config.json").write_text("{}")
+        assert "it starts" in start("me/absent", endpoint, tmp_path)

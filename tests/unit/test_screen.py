@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
 from tidemill.commands.screen import Screen
+from tidemill.runtime import log
 
 FULL = Path("/dev/full")
 
@@ -34,6 +36,40 @@ def test_what_was_not_written_is_still_known(
     screen.line("engine", "the reason", {})
     screen.died("engine", "ended with status 1")
     assert capsys.readouterr().err == "tidemill serve: engine ended with status 1: the reason\n"
+
+
+REFUSED = json.dumps(
+    {"time": "2026-01-01T00:00:00.000Z", "level": "error", "service": "engine", "logger": "l"}
+    | {"message": "cannot start: too small"}
+    | log.START_REFUSED
+)
+
+
+def test_why_a_service_cannot_start_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen("tidemill serve", ["engine"])
+    screen.line("engine", REFUSED, {})
+    assert capsys.readouterr().err == ""
+    screen.died("engine", "ended with status 1")
+    screen.rest()
+    told = "tidemill serve: engine ended with status 1: cannot start: too small\n"
+    assert capsys.readouterr().err == told
+
+
+def test_a_refusal_is_not_lost_where_no_end_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """All is ending already, for another reason."""
+    screen = Screen("tidemill serve", ["engine", "other"])
+    screen.line("engine", REFUSED, {})
+    screen.died("other", "was killed by SIGKILL")
+    screen.rest()
+    killed, refused = capsys.readouterr().err.splitlines()
+    assert (killed, refused) == ("tidemill serve: other was killed by SIGKILL", REFUSED)
+
+
+def test_other_errors_of_a_service_are_lines_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen("tidemill serve", ["engine"])
+    line = json.dumps({k: v for k, v in json.loads(REFUSED).items() if k not in log.START_REFUSED})
+    screen.line("engine", line, {})
+    assert capsys.readouterr().err == line + "\n"
 
 
 def _no_space(*_: object, **__: object) -> None:

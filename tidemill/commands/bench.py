@@ -8,6 +8,7 @@ know what they measure.
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +19,8 @@ from engine_service.config import EngineConfig
 from tidemill.bench.context import context
 from tidemill.bench.engines import NOT_MEASURED, NOT_SERVED
 from tidemill.commands.foreign_flags import ADVICE
-from tidemill.commands.spellings import ours
+from tidemill.commands.pipes import unread_progress
+from tidemill.commands.spellings import SPELLINGS
 from tidemill.runtime import options
 
 
@@ -89,14 +91,15 @@ def run(argv: Sequence[str]) -> int:
         kinds, hidden = [*kinds, EngineConfig], benchmark.hidden
     prog = f"tidemill bench {name}"
     chosen, report, *engine = options.parse(
-        kinds, ours(rest), prog=prog, hidden=hidden, advice=ADVICE
+        kinds, rest, prog=prog, hidden=hidden, advice=ADVICE, spellings=SPELLINGS
     )
-    figures = module.run(chosen, *engine)
+    with unread_progress() if report.json else nullcontext():
+        figures = module.run(chosen, *engine)
+        if report.json:  # whoever reads what follows may have left
+            Path(report.json).write_text(json.dumps(context(name) | figures, indent=2) + "\n")
+            print(f"figures in {report.json}", file=sys.stderr)
     if hasattr(module, "table"):
         print(*(f"{label:<28} {value}" for label, value in module.table(figures)), sep="\n")
     else:
         print(json.dumps(figures, indent=2))
-    if report.json:
-        Path(report.json).write_text(json.dumps(context(name) | figures, indent=2) + "\n")
-        print(f"figures in {report.json}", file=sys.stderr)
     return 0

@@ -10,7 +10,7 @@ from rich.live import Live
 
 from tidemill.client import Client
 from tidemill.commands.canvas import CanvasView, usage_line
-from tidemill.commands.spellings import ours
+from tidemill.commands.spellings import SPELLINGS
 from tidemill.exchange import CallOptions, Delta
 from tidemill.runtime import options
 from tidemill.runtime.errors import ServiceError, Unsupported
@@ -56,7 +56,9 @@ class ChatOptions:
 
 def run(argv: Sequence[str]) -> int:
     """Prints answers as they come; returns the exit status."""
-    (wanted,) = options.parse([ChatOptions], ours(argv), prog="tidemill chat", positional="message")
+    (wanted,) = options.parse(
+        [ChatOptions], argv, prog="tidemill chat", positional="message", spellings=SPELLINGS
+    )
     opening = [{"role": "system", "content": wanted.system}] if wanted.system else []
     said = list(opening)
     failed = False

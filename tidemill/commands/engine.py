@@ -5,34 +5,42 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+from engine_service import limits
 from engine_service.config import EngineConfig
-from engine_service.model_folder import check_model
-from engine_service.nodes import serving_node
-from tidemill.commands import ports
+from engine_service.nodes import node_of, serving_node
+from tidemill.commands import named_model, ports
 from tidemill.commands.engine_group import EnginePlan, engines_of, placed, wishes_of, with_ports
 from tidemill.commands.foreign_flags import ADVICE
 from tidemill.commands.launcher_config import LauncherConfig
-from tidemill.commands.spellings import ours
+from tidemill.commands.spellings import SPELLINGS
 from tidemill.runtime import options
 
 
 def run(argv: Sequence[str]) -> int:
-    """Serves until SIGTERM; returns the exit status. Raises what `check_model` does, and
-    InvalidRequest for several engines of which each would refuse its place among hosts."""
+    """Serves until SIGTERM; returns the exit status. Raises what `named_model.check` does, and
+    InvalidRequest for values that no engine takes, and for several engines of which each would
+    refuse its place among hosts."""
     launcher, config = options.parse(
         [LauncherConfig, EngineConfig],
-        ours(argv),
+        argv,
         prog="tidemill engine",
         positional="model",
         advice=ADVICE,
+        spellings=SPELLINGS,
+        check=_check,
     )  # --help before slow imports
-    check_model(config.model)
+    named_model.check(config)
     if launcher.data_parallel_size == 1:
         from engine_service.__main__ import serve
 
         return serve(config)
     serving_node(config, os.environ)
     return asyncio.run(_supervise(settled(config, launcher.data_parallel_size)))
+
+
+def _check(_: LauncherConfig, config: EngineConfig) -> None:
+    limits.check(config)
+    node_of(config, os.environ)
 
 
 async def _supervise(engines: Sequence[EnginePlan]) -> int:

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from engine_service import limits
 from engine_service.config import EngineConfig
 from engine_service.model_folder import check_model
 from tidemill.commands.foreign_flags import ADVICE
-from tidemill.commands.spellings import ours
+from tidemill.commands.spellings import SPELLINGS
 from tidemill.runtime import options
 
 _SERVER_ONLY = (
@@ -48,11 +49,13 @@ def run(argv: Sequence[str]) -> int:
     """Prints the completions to stdout; returns the exit status."""
     engine, wanted = options.parse(
         [EngineConfig, GenerateOptions],
-        ours(argv),
+        argv,
         prog="tidemill generate",
         advice=ADVICE,
+        spellings=SPELLINGS,
         positional="model",
         hidden=_SERVER_ONLY,
+        check=lambda config, _: limits.check(config),
     )
     check_model(engine.model)
     from tidemill.llm import LLM

@@ -6,8 +6,9 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable
-from typing import TextIO
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from typing import Any, TextIO
 
 LEFT = 128 + signal.SIGPIPE
 """The status of a program that such a pipe has ended."""
@@ -26,10 +27,48 @@ def while_read(run: Callable[[], int]) -> int:
         left = [one for one in _outputs() if _nobody_reads(one.fileno())]
         if not left:
             raise
-        nowhere = os.open(os.devnull, os.O_WRONLY)
         for one in left:  # at its end the interpreter writes what is still to be written
-            os.dup2(nowhere, one.fileno())
+            _turn_to_nowhere(one)
         return LEFT
+
+
+@contextmanager
+def unread_progress() -> Iterator[None]:
+    """What is run inside goes on when whoever reads stderr leaves: it has a result besides."""
+    if sys.stderr is None:  # never open
+        yield
+        return
+    with redirect_stderr(_Unread(sys.stderr)):
+        yield
+
+
+class _Unread:
+    """An output as it was, but for a reader that leaves: what follows goes nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            _turn_to_nowhere(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            _turn_to_nowhere(self._stream)
+
+
+def _turn_to_nowhere(output: TextIO) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, output.fileno())
+    os.close(nowhere)
 
 
 def _outputs() -> list[TextIO]:

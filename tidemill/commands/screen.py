@@ -59,6 +59,7 @@ class Screen:
         self._prog = prog
         self._console = Console(stderr=True, highlight=False)
         self._reasons: dict[str, str] = {}
+        self._refusals: dict[str, str] = {}
         columns = (
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -73,7 +74,7 @@ class Screen:
 
     def line(self, name: str, line: str, labels: Mapping[str, str]) -> None:
         """One line of a service's stderr. `labels` say which one of several it is: fields of a JSON
-        line, words in front of any other."""
+        line, words in front of any other. Why it cannot start is shown with its end, once."""
         event = _event(line)
         if event is None or event["level"] in ("error", "critical"):
             self._reasons[name] = line.strip() if event is None else str(event["message"])
@@ -83,6 +84,12 @@ class Screen:
             line = log.as_text(event | dict(labels))
         elif labels:
             line = json.dumps(event | dict(labels))
+        if event is not None and event.keys() >= log.START_REFUSED.keys():
+            self._refusals[name] = line
+        else:
+            self._show(line)
+
+    def _show(self, line: str) -> None:
         with _despite_full_disk():
             self._console.print(line, markup=False, soft_wrap=True)
 
@@ -147,6 +154,11 @@ class Screen:
         """A service ended that should not have, and with it everything."""
         self._tell(self._ended(name, how))
 
+    def rest(self) -> None:
+        """Why services could not start whose ends were not told, because all was ending."""
+        for line in self._refusals.values():
+            self._show(line)
+
     def close(self) -> None:
         """No more progress; lines go on."""
         if self._console.is_terminal:
@@ -154,6 +166,7 @@ class Screen:
 
     def _ended(self, name: str, how: str) -> str:
         reason = self._reasons.get(name)
+        self._refusals.pop(name, None)
         return f"{name} {how}" + (f": {reason}" if reason else "")
 
     def _tell(self, text: str) -> None:

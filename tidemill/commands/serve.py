@@ -9,16 +9,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from engine_service import limits as engine_limits
 from engine_service.config import EngineConfig
-from engine_service.model_folder import check_model
 from engine_service.nodes import serving_node
+from frontend import limits as frontend_limits
 from frontend.config import FrontendConfig
 from frontend.model_names import read_names
-from tidemill.commands import ports
+from tidemill.commands import named_model, ports
 from tidemill.commands.engine_group import EnginePlan, engines_of, placed, wishes_of, with_ports
 from tidemill.commands.foreign_flags import ADVICE
 from tidemill.commands.launcher_config import LauncherConfig
-from tidemill.commands.spellings import ours
+from tidemill.commands.spellings import SPELLINGS
 from tidemill.commands.supervisor import Supervisor
 from tidemill.runtime import options
 
@@ -28,20 +29,27 @@ _OF_THE_WAY = ("engine", "engine_tls_ca", "engine_tls_cert", "engine_tls_key", "
 
 def run(argv: Sequence[str]) -> int:
     """Serves until SIGTERM, SIGINT or the end of a service; returns the exit status.
-    Raises what `check_model` and `read_names` do, and InvalidRequest on a host whose ranks follow
-    another's."""
+    Raises what `named_model.check` and `read_names` do, FailedPrecondition or InvalidRequest for
+    values that a service would refuse, and on a host whose ranks follow another's."""
     launcher, engine, frontend = options.parse(
         [LauncherConfig, EngineConfig, FrontendConfig],
-        ours(argv),
+        argv,
         prog="tidemill serve",
         advice=ADVICE,
+        spellings=SPELLINGS,
         positional="model",
         hidden=("connect_timeout_s", *_OF_THE_WAY),
+        check=_check,
     )
-    serving_node(engine, os.environ)
-    check_model(engine.model)
+    named_model.check(engine)
     read_names(frontend.served_model_name, engine.model)
     return asyncio.run(_serve(*settled(engine, frontend, launcher.data_parallel_size)))
+
+
+def _check(_: LauncherConfig, engine: EngineConfig, frontend: FrontendConfig) -> None:
+    engine_limits.check(engine)
+    serving_node(engine, os.environ)
+    frontend_limits.check(frontend)
 
 
 async def _serve(engines: Sequence[EnginePlan], frontend: FrontendConfig) -> int:

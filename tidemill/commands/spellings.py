@@ -1,6 +1,6 @@
 """Flags in the words of other servers, turned into ours. It does not know what the flags do."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
 SPELLINGS: Mapping[str, str] = MappingProxyType(
@@ -41,11 +41,3 @@ SPELLINGS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Only spellings that mean exactly the same as ours."""
-
-
-def ours(argv: Sequence[str]) -> list[str]:
-    """The same command line with every known foreign flag replaced; other words are kept."""
-    return [
-        SPELLINGS.get(flag, flag) + equals + value
-        for flag, equals, value in (word.partition("=") for word in argv)
-    ]

@@ -77,6 +77,7 @@ class Supervisor:
             if self._front is not None:
                 await self._front.stop(self._patience_s)
             await asyncio.gather(*(one.stop(self._patience_s) for one in self._keepers))
+            self._screen.rest()
 
     async def _start_frontend(self, config: FrontendConfig) -> None:
         self._front = await Child.start(

@@ -8,8 +8,12 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
+START_REFUSED = MappingProxyType({"start_refused": True})
+"""Fact of a line that is a service's last word because it cannot start. Who started it may say the
+same with more words."""
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 

@@ -9,7 +9,8 @@ import ast
 import inspect
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from functools import partial
@@ -20,6 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 import yaml
 
+_OFF = "--no-"
 _SWITCH = MappingProxyType({"true": True, "false": False, "1": True, "0": False})
 
 
@@ -63,18 +65,23 @@ def parse(
     positional: str = "",
     hidden: Collection[str] = (),
     advice: Mapping[str, str] = MappingProxyType({}),
+    spellings: Mapping[str, str] = MappingProxyType({}),
     environ: Mapping[str, str] = os.environ,
+    check: Callable[..., object] | None = None,
 ) -> list[Any]:
     """One instance per dataclass. A field that several share is one flag and sets them all.
 
     `positional` names fields, in order, that may stand without their flags; `hidden` ones keep
-    their defaults; `advice` says what to do about flags that are none of ours. Ends with status 2
-    at a wrong or unknown key, with 0 after --help and --print-config.
+    their defaults; `advice` says what to do about flags that are none of ours; `spellings` are
+    other words for flags, here and as keys of a file. Ends with status 2
+    at a wrong or unknown key, with 0 after --help and --print-config. Raises what `check` does of
+    the instances, which it gets before any of them is shown.
     """
     own = [{n: s for n, s in settings_of(k).items() if n not in hidden} for k in kinds]
     known = {n: s for settings in (*own, *reversed(own)) for n, s in settings.items()}
     parser = _parser(known, prog, positional)
-    said, rest = parser.parse_known_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    said, rest = parser.parse_known_args([_respelt(word, spellings) for word in given])
     unsaid = [name for name in positional.split() if not hasattr(said, name)]
     if len(rest) <= len(unsaid) and all(word[:1] != "-" for word in rest):
         vars(said).update(zip(unsaid, rest, strict=False))
@@ -83,18 +90,22 @@ def parse(
         # Of several values of one flag, all but the first look like further positional ones.
         unknown = [w for w in rest if w[:1] == "-"] or rest[len(unsaid) :]
         _refuse_unknown("argument", unknown, map(flag_of, known), advice)
-        words = _words_of_file(said.config, known, advice) + _words_of_environment(environ, known)
+        words = _words_of_file(said.config, known, advice, spellings)
+        words += _words_of_environment(environ, known)
     except (OSError, ValueError, yaml.YAMLError) as error:
         parser.error(str(error))
     found = vars(parser.parse_args(words)) | vars(said)
     values = {n: found.get(n, setting.default) for n, setting in known.items()}
     if missing := [flag_of(n) for n, value in values.items() if value is MISSING]:
         parser.error(f"missing {', '.join(missing)}")
+    made = [k(**{n: values[n] for n in names}) for k, names in zip(kinds, own, strict=True)]
+    if check is not None:
+        check(*made)
     if said.print_config:
         shown = {n: "(hidden)" if isinstance(v, Secret) else v for n, v in values.items()}
         print(json.dumps(shown, indent=2))
         parser.exit()
-    return [k(**{n: values[n] for n in names}) for k, names in zip(kinds, own, strict=True)]
+    return made
 
 
 def _default(field: Field[Any]) -> Any:
@@ -146,13 +157,41 @@ def _convert(hint: Any, text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r} is not {_metavar(hint)}") from None
 
 
-def _words_of_file(path: str, known: Mapping[str, Setting], advice: Mapping[str, str]) -> list[str]:
+def _respelt(word: str, spellings: Mapping[str, str]) -> str:
+    """The same argument with our flag in the place of another word for it."""
+    flag, equals, value = word.partition("=")
+    return spellings.get(flag, flag) + equals + value
+
+
+def _words_of_file(
+    path: str,
+    known: Mapping[str, Setting],
+    advice: Mapping[str, str],
+    spellings: Mapping[str, str],
+) -> list[str]:
     loaded = yaml.safe_load(Path(path).read_text()) if path else {}
     if not isinstance(loaded, dict):
         raise ValueError(f"{path}: expected a mapping of names to values")
-    said = {str(key).replace("-", "_"): value for key, value in loaded.items()}
+    said: dict[str, Any] = {}
+    keys: dict[str, str] = {}
+    for key, value in ((str(key), value) for key, value in loaded.items()):
+        name, meant = _setting_of_key(key, value, spellings)
+        if name in said:
+            raise ValueError(f"{path}: {keys[name]} and {key} are the same; leave one of them out")
+        said[name], keys[name] = meant, key
     _refuse_unknown(f"key in {path}:", said, known, advice)
     return [flag_of(name, value) for name, value in said.items()]
+
+
+def _setting_of_key(key: str, value: Any, spellings: Mapping[str, str]) -> tuple[str, Any]:
+    """(our name, value) of what a file says. What other servers switch off may be what ours has
+    on, and their lists are ours with commas between."""
+    flag = spellings.get(flag_of(key), flag_of(key))
+    if isinstance(value, list):
+        value = ",".join(map(str, value))
+    is_off = flag != flag_of(key) and flag.startswith(_OFF) and isinstance(value, bool)
+    name = flag.removeprefix(_OFF) if is_off else flag.removeprefix("--")
+    return name.replace("-", "_"), not value if is_off else value
 
 
 def _words_of_environment(environ: Mapping[str, str], known: Mapping[str, Setting]) -> list[str]:

@@ -86,6 +86,16 @@ class Span:
         self._recorded.end(at_ns + self._offset_ns)
 
 
+def checked_ratio(share: float) -> float:
+    """The same; raises InvalidRequest for what is no share."""
+    if 0 <= share <= 1:
+        return share
+    raise InvalidRequest(
+        f"the share of traced requests is {share:g}; it must be within 0 and 1",
+        param="trace_sample_ratio",
+    )
+
+
 class Tracer:
     """Starts spans of one service. The exporter runs on a thread and connection of its own, so a
     collector that is missing or slow delays nothing: what it does not take is dropped."""
@@ -93,13 +103,8 @@ class Tracer:
     def __init__(self, service: str, endpoint: str | None, *, sample_ratio: float = 1.0) -> None:
         """`endpoint` None: no exporter, and nothing of OpenTelemetry is imported. `sample_ratio`
         of the requests that come without a trace are traced; others are as their caller says."""
-        if not 0 <= sample_ratio <= 1:
-            raise InvalidRequest(
-                f"the share of traced requests is {sample_ratio:g}; it must be within 0 and 1",
-                param="trace_sample_ratio",
-            )
         self._provider: Any = None
-        self._sample_ratio = sample_ratio
+        self._sample_ratio = checked_ratio(sample_ratio)
         self.old_names = duplicated()
         if endpoint is None:
             return
