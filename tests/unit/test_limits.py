@@ -21,6 +21,8 @@ ENGINE = (
     (["--max-logprobs=-1"], "max_logprobs -1 is less than 0 (a count); pass 0 or more"),
     (["--kv-connector=shm"], "kv_connector is 'shm', which only engines that move KV read"),
     (["--role=prefill", "--no-prefix-caching"], "prefix_caching is off; pass --role both"),
+    (["--data-parallel-size=0"], "data_parallel_size is 0; at least 1 engine works"),
+    (["--data-parallel-size=2", "--kv-events-zmq=tcp://*"], "kv_events_zmq is 'tcp://*', which"),
     (["--nnodes=2"], "nnodes 2 needs --leader-address"),
 )
 FRONTEND = (

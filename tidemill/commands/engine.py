@@ -38,8 +38,9 @@ def run(argv: Sequence[str]) -> int:
     return asyncio.run(_supervise(settled(config, launcher.data_parallel_size)))
 
 
-def _check(_: LauncherConfig, config: EngineConfig) -> None:
+def _check(launcher: LauncherConfig, config: EngineConfig) -> None:
     limits.check(config)
+    engines_of(config, launcher.data_parallel_size)
     node_of(config, os.environ)
 
 

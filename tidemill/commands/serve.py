@@ -14,7 +14,6 @@ from engine_service.config import EngineConfig
 from engine_service.nodes import serving_node
 from frontend import limits as frontend_limits
 from frontend.config import FrontendConfig
-from frontend.model_names import read_names
 from tidemill.commands import named_model, ports
 from tidemill.commands.engine_group import EnginePlan, engines_of, placed, wishes_of, with_ports
 from tidemill.commands.foreign_flags import ADVICE
@@ -29,8 +28,8 @@ _OF_THE_WAY = ("engine", "engine_tls_ca", "engine_tls_cert", "engine_tls_key", "
 
 def run(argv: Sequence[str]) -> int:
     """Serves until SIGTERM, SIGINT or the end of a service; returns the exit status.
-    Raises what `named_model.check` and `read_names` do, FailedPrecondition or InvalidRequest for
-    values that a service would refuse, and on a host whose ranks follow another's."""
+    Raises what `named_model.check` does, FailedPrecondition or InvalidRequest for values that a
+    service would refuse, and on a host whose ranks follow another's."""
     launcher, engine, frontend = options.parse(
         [LauncherConfig, EngineConfig, FrontendConfig],
         argv,
@@ -42,12 +41,12 @@ def run(argv: Sequence[str]) -> int:
         check=_check,
     )
     named_model.check(engine)
-    read_names(frontend.served_model_name, engine.model)
     return asyncio.run(_serve(*settled(engine, frontend, launcher.data_parallel_size)))
 
 
-def _check(_: LauncherConfig, engine: EngineConfig, frontend: FrontendConfig) -> None:
+def _check(launcher: LauncherConfig, engine: EngineConfig, frontend: FrontendConfig) -> None:
     engine_limits.check(engine)
+    engines_of(engine, launcher.data_parallel_size)
     serving_node(engine, os.environ)
     frontend_limits.check(frontend)
 
