@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import grpc
 
@@ -16,8 +17,10 @@ from tidemill.runtime.errors import FailedPrecondition, ServiceError, Unavailabl
 from tidemill.runtime.rpc import channel_options, to_error
 from tidemill.security.client_tls import ClientTls, Dialer, Dialing
 
+_Call = TypeVar("_Call", bound=grpc.aio.Call)
+
 _MAX_SOURCES = 64
-"""Engines that a connection is kept to; the oldest one is closed."""
+"""Engines that a connection is kept to; the one that was not called for longest is given up."""
 _APART_S = 60.0
 """How long an engine whose memory could not be read is asked for messages: it may just be gone."""
 _REST = 9
@@ -37,8 +40,15 @@ def is_unsaid(failure: grpc.RpcError) -> bool:
     return failure.code() is grpc.StatusCode.INTERNAL and failure.details() == _UNSAID
 
 
+class _Line:
+    """A connection, and how many calls are on it."""
+
+    def __init__(self, dialer: Dialer) -> None:
+        self.dialer, self.channel, self.num_calls = dialer, dialer.open(), 0
+
+
 class Sources:
-    """channel, reaching, error_of, rests, part, is_apart, close. Engines go by the address that
+    """call, reaching, error_of, rests, part, is_apart, close. Engines go by the address that
     requests name."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -46,23 +56,29 @@ class Sources:
         self._tls_name = config.kv_tls_name
         self._timeout_s = config.kv_transfer_timeout_s
         self._dialing = Dialing(channel_options(config.max_message_bytes), _tls(config))
-        self._open: dict[str, tuple[Dialer, grpc.aio.Channel | None]] = {}
+        self._lines: dict[str, _Line] = {}
+        self._left: set[_Line] = set()
+        """Given up, and closed when their last call ends."""
+        self._closing: set[asyncio.Task[None]] = set()
         self._apart: dict[str, float] = {}
         """Until when engines are not asked for shared memory."""
         self._resting: dict[str, float] = {}
         """Until when engines are not asked at all."""
 
-    async def channel(self, address: str) -> grpc.aio.Channel:
-        """With the certificates that are there now."""
-        dialer, channel = self._open.pop(address, (None, None))
-        dialer = dialer or self._dialing.dialer(address)
-        channel = await dialer.fresh(channel)
-        self._open[address] = (dialer, channel)
-        if len(self._open) > _MAX_SOURCES:
-            _, oldest = self._open.pop(next(iter(self._open)))
-            if oldest is not None:
-                await oldest.close()
-        return channel
+    def call(self, address: str, start: Callable[[grpc.aio.Channel], _Call]) -> _Call:
+        """What `start` begins on a channel with the certificates that are there now. Calls go on
+        that have begun with others."""
+        line = self._lines.pop(address, None)
+        if line is not None and line.dialer.is_stale:
+            self._leave(line)
+            line = None
+        line = self._lines[address] = line or _Line(self._dialing.dialer(address))
+        if len(self._lines) > _MAX_SOURCES:
+            self._leave(self._lines.pop(next(iter(self._lines))))
+        call = start(line.channel)
+        line.num_calls += 1
+        call.add_done_callback(lambda _: self._end(line))
+        return call
 
     def rests(self, address: str) -> bool:
         """Whether the engine could not be reached a short while ago."""
@@ -118,10 +134,25 @@ class Sources:
 
     async def close(self) -> None:
         """Ends the connections."""
-        for _, channel in self._open.values():
-            if channel is not None:
-                await channel.close()
-        self._open.clear()
+        for line in (*self._lines.values(), *self._left):
+            await line.channel.close()
+        self._lines.clear()
+        await asyncio.gather(*self._closing)
+
+    def _leave(self, line: _Line) -> None:
+        self._left.add(line)
+        self._close_if_over(line)
+
+    def _end(self, line: _Line) -> None:
+        line.num_calls -= 1
+        self._close_if_over(line)
+
+    def _close_if_over(self, line: _Line) -> None:
+        if line in self._left and not line.num_calls:
+            self._left.discard(line)
+            closing = asyncio.create_task(line.channel.close(), name=f"{line.dialer.address} ends")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
 
 def _tls(config: EngineConfig) -> ClientTls | None:

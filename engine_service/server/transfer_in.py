@@ -171,7 +171,7 @@ class Fetches:
         """Why there is no connection; None: there is one, or nobody knows so soon, or cannot ask.
         Only a call that sends nothing is sure to hear it. Raises nothing."""
         try:
-            stream = await self._open(address)
+            stream = self._open(address)
             try:
                 async with asyncio.timeout(_REASON_S):
                     await stream.read()
@@ -185,8 +185,10 @@ class Fetches:
             _LOG.debug("no reason from %s", address, exc_info=True)
         return None
 
-    async def _open(self, address: str) -> Any:
-        return rpc.KvTransferServiceStub(await self._sources.channel(address)).Transfer()
+    def _open(self, address: str) -> Any:
+        return self._sources.call(
+            address, lambda channel: rpc.KvTransferServiceStub(channel).Transfer()
+        )
 
     def _tell(self, error: ServiceError, address: str) -> None:
         _LOG.warning("no KV from %s, it is computed here: %s", address, error.message)
@@ -203,7 +205,7 @@ class Fetches:
                 begun = await self._with_room(begun)
             if begun.num_found < begun.num_tokens:
                 with self._counts.transfer(layout.model_id, RECEIVED) as counted:
-                    stream = await self._open(address)
+                    stream = self._open(address)
                     try:
                         host = "" if self._sources.is_apart(address) else self._host
                         with self._sources.reaching(address):

@@ -17,15 +17,19 @@ import grpc
 import pytest
 from grpc.aio import Metadata
 
-from engine_service.server import transfer_in
+from engine_service.server import kv_sources, transfer_in
 from engine_service.server.kv_sources import Sources
 from tests.certificates import Authority
+from tests.service import test_transfer_in
 from tests.service.engine_fixtures import config
-from tests.service.test_transfer_in import target
+from tests.service.test_transfer_in import INLINE, PAGE, Source, target
 from tests.waiting import PATIENCE_S, until
 from tidemill.runtime.errors import FailedPrecondition
+from tidemill.v1 import engine_pb2 as pb
+from tidemill.v1 import engine_pb2_grpc as rpc
 
 NAME = "prefill.example"
+SECOND = pb.KvPiece(start=PAGE, num_tokens=PAGE, inline=b"kv")
 LOST = grpc.aio.AioRpcError(
     grpc.StatusCode.INTERNAL, Metadata(), Metadata(), "Internal error from Core"
 )
@@ -123,17 +127,72 @@ async def test_who_cannot_ask_for_the_reason_tells_the_failure_that_there_was(
 ) -> None:
     async with target("grpc") as made:
 
-        async def refuse(_: str) -> None:
+        def refuse(*_: Any) -> None:
             raise FailedPrecondition("the certificates are gone")
 
         async def receive(*_: Any) -> bool:
-            monkeypatch.setattr(made.fetches._sources, "channel", refuse)
+            monkeypatch.setattr(made.fetches._sources, "call", refuse)
             raise LOST
 
         monkeypatch.setattr(made.fetches, "_receive", receive)
         await made.fetch()
         assert told(caplog, made.addresses[0]), caplog.text
         assert "it broke while a message was sent" in caplog.text
+
+
+def renew(certificates: Path) -> None:
+    certificates.write_bytes(certificates.read_bytes() + b"\n")
+
+
+class InTwo(Source):
+    """Sends a second piece when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = asyncio.Event()
+
+    async def Transfer(self, requests: Any, context: Any) -> None:
+        await context.read()
+        for piece in (INLINE, SECOND):
+            await context.write(pb.TransferResponse(piece=piece))
+            await context.read()  # that it was taken
+            await self.goes_on.wait()
+
+
+@pytest.mark.parametrize("is_renewed", [True, False])
+async def test_a_transfer_ends_on_the_connection_that_it_began_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_renewed: bool
+) -> None:
+    """New certificates, and connections to too many engines, end a connection behind its calls."""
+    monkeypatch.setattr(test_transfer_in, "Source", InTwo)
+    monkeypatch.setattr(kv_sources, "_MAX_SOURCES", 1)
+    authority = Authority(tmp_path, "ca")
+    flags = {"kv_tls_ca": authority.path, "kv_tls_name": NAME}
+    async with target("grpc", authority.sign("prefill", NAME), **flags) as made:
+        sources, first = made.fetches._sources, asyncio.create_task(made.fetch())
+        await until(lambda: made.asks.imports)
+        (line,) = sources._lines.values()
+        if is_renewed:
+            renew(Path(authority.path))
+        address = made.addresses[0 if is_renewed else 1]
+        # Two calls at once find one new connection.
+        calls = [
+            sources.call(address, lambda channel: rpc.KvTransferServiceStub(channel).Transfer())
+            for _ in range(2)
+        ]
+        (other,) = sources._lines.values()
+        assert other is not line
+        assert (other.num_calls, line.num_calls, sources._left) == (2, 1, {line})
+        for source in made.sources:
+            source.goes_on.set()
+        await first
+        assert len(made.asks.imports) == 2
+        await until(lambda: not sources._left and not sources._closing)
+        with pytest.raises(grpc.aio.UsageError, match="closed"):
+            rpc.KvTransferServiceStub(line.channel).Transfer()
+        for call in calls:
+            call.cancel()
+        await until(lambda: not other.num_calls)
 
 
 def test_a_name_without_a_ca_is_refused() -> None:

@@ -122,18 +122,26 @@ class Dialer:
         self._files = files
         self._shown: grpc.ChannelCredentials | None = None
 
-    async def fresh(self, channel: grpc.aio.Channel | None) -> grpc.aio.Channel:
-        """`channel`, or a new one where there is none, or where the certificates have changed since
-        it was opened: gRPC would go on with the old ones for as long as a channel lives."""
-        shown = None if self._files is None else self._files.current()
-        if channel is not None and shown is self._shown:
-            return channel
-        if channel is not None:
-            await channel.close()
-        self._shown = shown
-        if shown is None:
+    @property
+    def is_stale(self) -> bool:
+        """Whether the certificates have changed since a channel was opened: gRPC goes on with the
+        old ones for as long as a channel lives."""
+        return self._files is not None and self._files.current() is not self._shown
+
+    def open(self) -> grpc.aio.Channel:
+        """With the certificates that are there now."""
+        self._shown = None if self._files is None else self._files.current()
+        if self._shown is None:
             return grpc.aio.insecure_channel(self.address, options=self._options)
-        return grpc.aio.secure_channel(self.address, shown, self._options)
+        return grpc.aio.secure_channel(self.address, self._shown, self._options)
+
+    async def fresh(self, channel: grpc.aio.Channel | None) -> grpc.aio.Channel:
+        """`channel`, or a new one where there is none, or in its place where it is stale."""
+        if channel is not None:
+            if not self.is_stale:
+                return channel
+            await channel.close()
+        return self.open()
 
 
 def _no_passphrase() -> str:
