@@ -166,7 +166,7 @@ class Far:
                     _LOG.error("nothing has come from rank 0's host for %.1f s", silence.seconds)
                     self._link.shut()
                     return
-                self._link.send(Frame.BEAT, COUNT.pack(self._plans.reader_beat(self._reader)))
+                self._link.offer(Frame.BEAT, COUNT.pack(self._plans.reader_beat(self._reader)))
             self._messages.join()  # what it has said comes before how it ended
             code = self._process.wait()
             words = f"its process (pid {self._process.pid}) {ending(code)}"

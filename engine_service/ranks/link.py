@@ -11,6 +11,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -67,14 +68,22 @@ class Link:
     def send(self, kind: int, payload: bytes = b"") -> None:
         """Blocks while the other side reads too slowly; raises LinkLost."""
         with self._sending:
-            for more, piece in _pieces(payload):
-                head = _HEAD.pack(kind | more, len(piece), self._num_sent)
-                mac = hmac.digest(self._sends, head + piece, "sha256")[:_MAC]
-                try:
-                    self._sock.sendall(head + mac + piece)
-                except OSError as failure:
-                    raise LinkLost(_words(failure)) from failure
-                self._num_sent += 1
+            self._send(kind, payload)
+
+    def offer(self, kind: int, payload: bytes) -> bool:
+        """`send` of a few bytes, unless it would have to wait; raises LinkLost. For who has
+        something else to look after: what stands in its way is news of this side as well."""
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:
+            poll = select.poll()
+            poll.register(self._sock, select.POLLOUT)
+            if not poll.poll(0):
+                return False
+            self._send(kind, payload)
+        finally:
+            self._sending.release()
+        return True
 
     def receive(self) -> tuple[int, bytes]:
         """The next message, (kind, payload); waits for it. Raises LinkLost."""
@@ -94,6 +103,16 @@ class Link:
             found.append(piece)
             if not kind & _MORE:
                 return kind, b"".join(found)
+
+    def _send(self, kind: int, payload: bytes) -> None:
+        for more, piece in _pieces(payload):
+            head = _HEAD.pack(kind | more, len(piece), self._num_sent)
+            mac = hmac.digest(self._sends, head + piece, "sha256")[:_MAC]
+            try:
+                self._sock.sendall(head + mac + piece)
+            except OSError as failure:
+                raise LinkLost(_words(failure)) from failure
+            self._num_sent += 1
 
     def hand_over(self) -> bytes:
         """What `take_over` needs in a process that inherits the socket. Keys: keep it in memory."""

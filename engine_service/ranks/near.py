@@ -82,7 +82,7 @@ class Near:
         if self._silence.seconds > CUT_S:
             why = f"nothing has come from there for {self._silence.seconds:.1f} s"
         try:
-            self._link.send(Frame.BEAT, COUNT.pack(self._plans.writer_beat()))
+            self._link.offer(Frame.BEAT, COUNT.pack(self._plans.writer_beat()))
         except LinkLost as failure:
             why = str(failure)
         if why:

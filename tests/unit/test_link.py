@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from engine_service.ranks.link import (
     answer,
     knock,
 )
+from tests.waiting import eventually
 
 SECRET = b"a secret of at least so many bytes"
 WAIT_S = 10.0
@@ -80,6 +81,36 @@ def test_messages_of_any_size_come_whole_and_in_order(seed: int) -> None:
             sender.start()
             assert [theirs.receive() for _ in sent] == sent
             sender.join(WAIT_S)
+
+
+def fill(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    with suppress(BlockingIOError):
+        while True:
+            sock.send(bytes(_PIECE))
+    sock.setblocking(True)
+
+
+def test_an_offer_never_waits() -> None:
+    """Neither for another thread's message nor for a reader that stands still."""
+    large = bytes(64 << 20)
+    with linked() as (far, near):
+        assert far.offer(1, b"first")
+        assert near.receive() == (1, b"first")
+        sender = threading.Thread(target=lambda: far.send(2, large))
+        sender.start()
+        eventually(far._sending.locked, "a message on its way")
+        assert not far.offer(1, b"in between")
+        assert sender.is_alive()
+        assert near.receive() == (2, large)
+        sender.join(WAIT_S)
+        assert far.offer(1, b"last")
+        assert near.receive() == (1, b"last")
+        fill(far._sock)
+        assert not far.offer(1, b"no room")
+        far.shut()
+        with pytest.raises(LinkLost):
+            far.offer(1, b"nobody")
 
 
 def test_a_wrong_secret_is_found_by_who_knocks_and_proves_nothing() -> None:
