@@ -4,8 +4,8 @@ torch takes the kernel that the library guesses to be fastest. What is here runs
 kernels for Hopper (its algorithm 66) by the size of their tiles, without splitting the inputs: all
 of them add in the same order, so that a product has the same bits whichever is taken.
 
-It does not know which one to take. Numbers as in cublasLt.h of CUDA 13; shapes: M rows, N outputs,
-K inputs.
+It does not know which one to take. Numbers are those of cublasLt.h of CUDA 13, with whose library
+they were tried; shapes: M rows, N outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,18 @@ _WORKSPACE_AT, _STATE_AT = 64, 72
 """Of cublasLtMatmulHeuristicResult_t: a size_t and a status behind the algorithm."""
 _WORKSPACE_BYTES = 256
 """These kernels want 4: the number of the next tile."""
+
+_LIBRARY = "libcublasLt.so.13"
+_FUNCTIONS = (
+    "cublasLtCreate",
+    "cublasLtMatmulDescCreate",
+    "cublasLtMatmulDescSetAttribute",
+    "cublasLtMatmulAlgoInit",
+    "cublasLtMatmulAlgoConfigSetAttribute",
+    "cublasLtMatmulAlgoCheck",
+    "cublasLtMatrixLayoutInit_internal",
+    "cublasLtMatmul",
+)
 
 _TILES = {
     (64, 16): 312,
@@ -58,14 +70,15 @@ class Library:
 
     def __init__(self, library: ctypes.CDLL, device: torch.device) -> None:
         """Raises RuntimeError or AttributeError where the library has no such interface."""
-        self.lib, self.device, self.handle = library, device, ctypes.c_void_p()
+        self._functions = {name: getattr(library, name) for name in _FUNCTIONS}
+        self.device, self.handle = device, ctypes.c_void_p()
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.call("cublasLtCreate", ctypes.byref(self.handle))
         self.operation = ctypes.c_void_p()
         kinds = (_COMPUTE_32F, _SCALE_32F)
         self.call("cublasLtMatmulDescCreate", ctypes.byref(self.operation), *kinds)
         self._set("MatmulDesc", self.operation, _TRANSA, ctypes.c_int32(_OP_T))
-        self.matmul = library.cublasLtMatmul
+        self.matmul = self._functions["cublasLtMatmul"]
         pointers = [ctypes.c_void_p] * 14
         self.matmul.argtypes = [*pointers, ctypes.c_size_t, ctypes.c_void_p]
         self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -108,7 +121,7 @@ class Library:
 
     def _accepts(self, algorithm: Any, layouts: list[Any]) -> bool:
         result = ctypes.create_string_buffer(_RESULT_BYTES)
-        status = self.lib.cublasLtMatmulAlgoCheck(
+        status = self._functions["cublasLtMatmulAlgoCheck"](
             self.handle, self.operation, *layouts, layouts[-1], algorithm, result
         )
         workspace = ctypes.c_size_t.from_buffer(result, _WORKSPACE_AT).value
@@ -121,7 +134,7 @@ class Library:
 
     def call(self, function: str, *arguments: Any) -> None:
         """Raises RuntimeError with the library's status."""
-        status = getattr(self.lib, function)(*arguments)
+        status = self._functions[function](*arguments)
         if status:
             raise RuntimeError(f"{function} ended with status {status}")
 
@@ -168,11 +181,9 @@ class Product:
 def open_library(device: torch.device) -> Library | None:
     """cuBLASLt as torch has loaded it; None where there is none, and for devices of another compute
     capability than 9, whose kernels these are."""
-    if device.type != "cuda" or not torch.version.cuda:
-        return None
-    if torch.cuda.get_device_capability(device)[0] != 9:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
     try:
-        return Library(ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"), device)
+        return Library(ctypes.CDLL(_LIBRARY), device)
     except (OSError, AttributeError, RuntimeError):
         return None

@@ -57,7 +57,7 @@ def library_linear(
         target = residual if residual is not None else out
         if target is None:
             target = x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0])
-        if _lie_well(x_MK, weight_NK, target) and product(x_MK, weight_NK, target, adds=adds):
+        if _fit(x_MK, weight_NK, target) and product(x_MK, weight_NK, target, adds=adds):
             return target
     if residual is not None:
         if bias_N is not None:
@@ -119,6 +119,11 @@ def _find_product(
     return None if cut is None else library.product(cut, dtype, num_rows, out_size, in_size)
 
 
-def _lie_well(*tensors: torch.Tensor) -> bool:
-    """Whether the library can read and write them as they lie."""
-    return all(one.is_contiguous() and not one.data_ptr() % 16 for one in tensors)
+def _fit(x_MK: torch.Tensor, weight_NK: torch.Tensor, out_MN: torch.Tensor) -> bool:
+    """Whether the library, which takes addresses, can read and write them as they lie."""
+    one_kind = x_MK.dtype == weight_NK.dtype == out_MN.dtype
+    one_place = x_MK.device == weight_NK.device == out_MN.device
+    sizes = x_MK.shape[1] == weight_NK.shape[1] and out_MN.shape == (len(x_MK), len(weight_NK))
+    tensors = (x_MK, weight_NK, out_MN)
+    lie_well = all(one.is_contiguous() and not one.data_ptr() % 16 for one in tensors)
+    return one_kind and one_place and sizes and lie_well

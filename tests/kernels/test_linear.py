@@ -76,6 +76,12 @@ def test_a_product_that_is_chosen_computes_and_one_that_refuses_does_not(
     library_linear(x, weight)
     library_linear(on_device, weight, out=torch.zeros(5, 32)[:, ::2])
     assert not asked, "a bias, the CPU, and what does not lie in one piece are the library's"
+    for wrong in (torch.zeros(4, 16), torch.zeros(5, 24), torch.zeros(5, 16, dtype=torch.float64)):
+        with pytest.raises(RuntimeError):
+            library_linear(on_device, weight, residual=wrong)
+    with pytest.raises(RuntimeError):
+        library_linear(on_device, weight[:, :16].contiguous())
+    assert not asked, "nor is an address given away of what does not fit"
 
 
 @pytest.mark.parametrize(
