@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from engine_service.config import EngineConfig
-from tidemill.runtime.errors import InvalidRequest, Unsupported
+from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, Unsupported
 from tidemill.runtime.ranges import (
     COUNT,
     MESSAGE_BYTES,
@@ -19,9 +19,12 @@ from tidemill.runtime.ranges import (
     Range,
     check_ranges,
 )
+from tidemill.security.tls_flags import check_server_flags
 from tidemill.telemetry.tracer import checked_ratio
 
 MAX_TRACE_LEVEL = 3
+MOST_RANKS = 64
+"""Of a group: plans are told to so many."""
 _TRANSFER_FLAGS = ("kv_connector", "kv_transfer_timeout_s", "kv_tls_ca", "kv_tls_name")
 """Read by engines that move KV. Prefill and decode engines may be given the same ones."""
 _DEFAULTS = EngineConfig()
@@ -62,10 +65,37 @@ _RANGES: Mapping[str, Range] = MappingProxyType(
 
 def check(config: EngineConfig) -> None:
     """Raises InvalidRequest or Unsupported naming the flag, the value, the limit and what to pass
-    instead."""
+    instead; FailedPrecondition for flags of TLS that do not go together."""
     check_ranges(config, _RANGES)
     checked_ratio(config.trace_sample_ratio)
+    check_count(config.tensor_parallel_size, config.num_ranks)
+    check_server_flags(config)
+    if config.executor == "simulated":
+        _check_simulated(config)
+    if config.expert_parallel and config.tensor_parallel_size == 1:
+        raise experts_refused("tensor_parallel_size is 1")
     _check_role(config)
+
+
+def check_count(tensor_parallel_size: int, num_all: int) -> None:
+    """Raises InvalidRequest for no ranks, and for more in all than a group has."""
+    if tensor_parallel_size >= 1 and num_all <= MOST_RANKS:
+        return
+    is_small = num_all <= MOST_RANKS or num_all == tensor_parallel_size
+    stages = "" if is_small else f", {num_all} in all"
+    raise InvalidRequest(
+        f"tensor_parallel_size is {tensor_parallel_size}{stages}; a group has 1 to {MOST_RANKS} "
+        "ranks",
+        param="tensor_parallel_size",
+    )
+
+
+def experts_refused(why: str) -> InvalidRequest:
+    """The error of experts that cannot be dealt out, and why."""
+    return InvalidRequest(
+        f"expert_parallel gives ranks some of a layer's experts each, and {why}: leave it out",
+        param="expert_parallel",
+    )
 
 
 def role_refused(config: EngineConfig, why: str) -> Unsupported:
@@ -73,9 +103,19 @@ def role_refused(config: EngineConfig, why: str) -> Unsupported:
     return Unsupported(f"role is {config.role!r}: {why}; pass --role both", param="role")
 
 
+def _check_simulated(config: EngineConfig) -> None:
+    """Raises Unsupported for what only a model has."""
+    if config.expert_parallel:
+        raise Unsupported("the simulated executor has no experts", param="expert_parallel")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (size := getattr(config, name)) != 1:
+            text = f"the simulated executor is one rank; {name} is {size}, pass 1"
+            raise Unsupported(text, param=name)
+
+
 def _check_role(config: EngineConfig) -> None:
     """Raises Unsupported where a prompt's KV cannot be moved, InvalidRequest for flags that an
-    engine does not read that moves none."""
+    engine does not read that moves none, FailedPrecondition for a name without its CA."""
     if config.role == "both":
         for name in _TRANSFER_FLAGS:
             if (given := getattr(config, name)) != getattr(_DEFAULTS, name):
@@ -89,3 +129,11 @@ def _check_role(config: EngineConfig) -> None:
         raise role_refused(config, "the simulated executor keeps no keys and values")
     if not config.prefix_caching:
         raise role_refused(config, "it hands prefixes over, and prefix_caching is off")
+    if config.kv_tls_name is not None and config.kv_tls_ca is None:
+        raise FailedPrecondition(
+            f"--kv-tls-name {config.kv_tls_name} is the name in prefill engines' certificates, and "
+            "without --kv-tls-ca they are spoken to in plaintext; give --kv-tls-ca, the CA of "
+            "these certificates, or leave the name out",
+            reason="TLS_FILES",
+            param="kv_tls_name",
+        )

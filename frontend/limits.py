@@ -22,6 +22,7 @@ from tidemill.runtime.ranges import (
     check_ranges,
 )
 from tidemill.security.addresses import Proxies
+from tidemill.security.tls_flags import check_client_flags, check_server_flags
 from tidemill.telemetry.tracer import checked_ratio
 
 _RANGES: Mapping[str, Range] = MappingProxyType(
@@ -43,12 +44,17 @@ _RANGES: Mapping[str, Range] = MappingProxyType(
 
 
 def check(config: FrontendConfig) -> None:
-    """Raises FailedPrecondition for a parser that nobody knows and for proxies that are no
-    addresses, InvalidRequest for any other value, naming the flag and the limit."""
+    """Raises FailedPrecondition for a parser that nobody knows, for proxies that are no addresses
+    and for flags of TLS that do not go together, InvalidRequest for any other value, naming the
+    flag and the limit."""
     check_ranges(config, _RANGES)
     read_names(config.served_model_name, "")
     output_format(config.tool_call_parser, config.reasoning_parser, None)
     checked_silence(config.engine_silence_s)
     check_rates(config)
+    check_server_flags(config)
+    check_client_flags(
+        config.engine_tls_ca, config.engine_tls_cert, config.engine_tls_key, config.engine_tls_name
+    )
     Proxies(config.trusted_proxies)
     checked_ratio(config.trace_sample_ratio)

@@ -31,6 +31,13 @@ ENGINE = (
     (["--data-parallel-size=0"], "data_parallel_size is 0; at least 1 engine works"),
     (["--data-parallel-size=2", "--kv-events-zmq=tcp://*"], "kv_events_zmq is 'tcp://*', which"),
     (["--nnodes=2"], "nnodes 2 needs --leader-address"),
+    (["--engine-port=65535", "--data-parallel-size=2"], "engine_port counts up per engine from 65"),
+    (["-tp=9", "--pp=8"], "tensor_parallel_size is 9, 72 in all; a group has 1 to 64 ranks"),
+    (["--expert-parallel"], "and tensor_parallel_size is 1: leave it out"),
+    (["--executor=simulated", "-tp=2"], "the simulated executor is one rank; tensor_parallel_size"),
+    (["--executor=simulated", "--expert-parallel"], "the simulated executor has no experts"),
+    (["--tls-key=key.pem"], "TLS needs both --tls-cert and --tls-key"),
+    (["--role=decode", "--kv-tls-name=a"], "--kv-tls-name a is the name in prefill engines'"),
     (["--age-bound-s=inf"], "age_bound_s inf is more than 1000000000 (thirty years); pass"),
     (["--heartbeat-timeout-s=0"], "heartbeat_timeout_s 0.0 is not more than 0 (no time); pass"),
     (["--max-message-bytes=2147483648"], "more than 2147483647 (what gRPC can count); pass"),
@@ -41,6 +48,7 @@ FRONTEND = (
     (["--served-model-name=,"], "served_model_name"),
     (["--ip-requests-per-minute=-1"], "ip_requests_per_minute is -1; it must be at least 1"),
     (["--trace-sample-ratio=7"], "the share of traced requests is 7"),
+    (["--tls-client-ca=ca.pem"], "TLS needs both --tls-cert and --tls-key"),
     (["--http-port=99999"], "http_port 99999 is more than 65535 (the last port); pass 65535 or"),
     (["--grpc-port=-1"], "grpc_port -1 is less than 0 (a free port); pass 0 or more"),
     (["--health-port=99999"], "health_port 99999 is more than 65535"),
@@ -52,6 +60,7 @@ STARTS = [
     *((verb, *one) for verb in ("engine", "serve") for one in ENGINE),
     *((verb, *one) for verb in ("frontend", "serve") for one in FRONTEND),
     ("generate", ["--prompt=x", *ENGINE[0][0]], ENGINE[0][1]),
+    ("frontend", ["--engine-tls-name=a"], "--engine-tls-name need --engine-tls-ca"),
 ]
 
 
