@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 
+from engine_service import nodes
 from engine_service.config import EngineConfig
 from engine_service.limits import _RANGES, check
 from frontend import limits as frontend_limits
@@ -31,6 +32,8 @@ ENGINE = (
     (["--data-parallel-size=0"], "data_parallel_size is 0; at least 1 engine works"),
     (["--data-parallel-size=2", "--kv-events-zmq=tcp://*"], "kv_events_zmq is 'tcp://*', which"),
     (["--nnodes=2"], "nnodes 2 needs --leader-address"),
+    (["--executor=lws", "--nnodes=2"], "executor lws knows that itself: pass one or the other"),
+    (["--executor=torchrun", "--leader-address=a:b"], "leader_address 'a:b' is not HOST or"),
     (["--engine-port=65535", "--data-parallel-size=2"], "engine_port counts up per engine from 65"),
     (["-tp=9", "--pp=8"], "tensor_parallel_size is 9, 72 in all; a group has 1 to 64 ranks"),
     (["--expert-parallel"], "and tensor_parallel_size is 1: leave it out"),
@@ -77,6 +80,33 @@ def test_shown_or_started_a_config_is_refused_in_the_same_words(
     assert said[0].startswith(f"tidemill {verb}: ")
     assert words in said[0]
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("verb", ["engine", "serve"])
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--executor=lws"], "LWS_LEADER_ADDRESS, LWS_GROUP_SIZE, LWS_WORKER_INDEX are not set"),
+        (["--executor=torchrun"], "are not set: start it by torchrun"),
+        (["-tp=2", "--nnodes=2", "--node-rank=1", "--leader-address=a"], "node 1 of 2 follows"),
+    ],
+)
+def test_a_config_is_shown_wherever_it_would_not_start(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
+    argv: list[str],
+    words: str,
+) -> None:
+    """What only the environment, or the place in a group, forbids."""
+    for name in (*nodes._LWS, *nodes._TORCHRUN):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as leaving:
+        main([verb, *argv, "--print-config"])
+    assert (leaving.value.code, capsys.readouterr().err) == (0, "")
+    if (verb, words) != ("engine", "node 1 of 2 follows"):  # there it would start, and wait
+        assert main([verb, *argv]) == 1
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["engine", "serve", "frontend", "generate"])
