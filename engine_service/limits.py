@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from engine_service.config import EngineConfig
-from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, Unsupported
-from tidemill.runtime.ranges import (
+from tidemill.ranges import (
     COUNT,
     MESSAGE_BYTES,
     PORT,
@@ -19,6 +18,7 @@ from tidemill.runtime.ranges import (
     Range,
     check_ranges,
 )
+from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, Unsupported
 from tidemill.security.tls_flags import check_server_flags
 from tidemill.telemetry.tracer import checked_ratio
 

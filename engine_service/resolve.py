@@ -13,8 +13,8 @@ from engine_service.config import EngineConfig
 from engine_service.core.step import FULL, granularity
 from engine_service.limits import check, role_refused
 from engine_service.models.base import ModelTraits
+from tidemill.ranges import require_at_least
 from tidemill.runtime.errors import InvalidRequest
-from tidemill.runtime.ranges import require_at_least
 
 CANVAS_BLOCK = 32
 """Positions that a row of a full-canvas model decides on at once, unless a request says more."""

@@ -12,7 +12,7 @@ from frontend.gate import check_rates
 from frontend.liveness import checked_silence
 from frontend.model_names import read_names
 from frontend.parsers.registry import output_format
-from tidemill.runtime.ranges import (
+from tidemill.ranges import (
     COUNT,
     MESSAGE_BYTES,
     PORT,

@@ -16,9 +16,9 @@ from frontend import limits as frontend_limits
 from frontend.config import FrontendConfig
 from frontend.gate import _RATE_FLAGS
 from tidemill.cli import main
+from tidemill.ranges import Range
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.runtime.options import settings_of
-from tidemill.runtime.ranges import Range
 
 ENGINE = (
     (["--max-rows=0"], "max_rows 0 is less than 1 (one request); pass 1 or more"),

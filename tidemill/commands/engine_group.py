@@ -12,9 +12,9 @@ from typing import Any
 
 from engine_service.config import EngineConfig
 from tidemill.commands.ports import Wish, reachable
+from tidemill.ranges import PORT
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 from tidemill.runtime.options import flag_of
-from tidemill.runtime.ranges import PORT
 
 _PORTS = ("engine_port", "admin_port", "health_port", "metrics_port")
 _ENDPOINTS = ("kv_events_zmq", "kv_events_replay")
