@@ -28,7 +28,8 @@ class FrontendConfig:
     grpc_port: int = 50051
     """Port of TextService; 0 takes a free one."""
     tokenizer: str | None = None
-    """Folder of the tokenizer; default: fetched from the engine."""
+    """Folder of the tokenizer; default: fetched from the engine. Its config.json, if it has one,
+    names a classifier's labels."""
     served_model_name: str | None = None
     """Name that clients use in `model`, or several with commas between; answers bear the one that
     was asked for, metrics and logs the first. Default: the engine's model id."""
