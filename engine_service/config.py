@@ -19,7 +19,8 @@ class EngineConfig:
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     tokenizer: str | None = None
-    """Folder of the tokenizer that GetTokenizer serves; default: the model's folder."""
+    """Folder of the tokenizer that GetTokenizer serves; default: the model's folder. Its
+    config.json, if it has one, names a classifier's labels."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """Where weights come from; dummy needs only a config.json and draws random weights."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

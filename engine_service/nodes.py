@@ -67,6 +67,16 @@ def node_of(config: EngineConfig, environ: Mapping[str, str]) -> Node | None:
     return _even(config, index, count, config.leader_address)
 
 
+def check_nodes(config: EngineConfig) -> None:
+    """What of it the config says by itself, wherever it is read. Raises InvalidRequest."""
+    if config.executor not in ("torchrun", "lws"):
+        node_of(config, {})
+        return
+    _refuse_by_hand(config)
+    if config.leader_address is not None:
+        _address(config.leader_address)
+
+
 def serving_node(config: EngineConfig, environ: Mapping[str, str]) -> Node | None:
     """The same for who serves; raises InvalidRequest where that is another node."""
     node = node_of(config, environ)

@@ -22,7 +22,7 @@ from engine_service.core.strategy import DecodeStrategy, Executor, ExecutorLimit
 from engine_service.core.transfers import Transfers
 from engine_service.defaults import read_knobs, read_sampling
 from engine_service.distributed import FIRST, Place, Store
-from engine_service.models.sharing import check_count
+from engine_service.limits import check_count
 from engine_service.rank_worker import make_strategies, make_transfers, open_worker
 from engine_service.ranks.choice import hosts_of
 from engine_service.ranks.group import open_group
@@ -97,12 +97,6 @@ def load(
 
 def simulate(config: EngineConfig, report: Report) -> Parts:
     """A model's facts and tokenizer, and steps that only take their time."""
-    if config.expert_parallel:
-        raise Unsupported("the simulated executor has no experts", param="expert_parallel")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if (size := getattr(config, name)) != 1:
-            text = f"the simulated executor is one rank; {name} is {size}, pass 1"
-            raise Unsupported(text, param=name)
     checkpoint = fetch_checkpoint(replace(config, load_format="dummy"), report)
     traits = read_traits(checkpoint)
     resolved = resolve(config, traits, torch.device("cpu"))

@@ -11,8 +11,9 @@ import torch
 
 from engine_service.config import EngineConfig
 from engine_service.core.step import FULL, granularity
-from engine_service.limits import check, require_at_least, role_refused
+from engine_service.limits import check, role_refused
 from engine_service.models.base import ModelTraits
+from tidemill.ranges import require_at_least
 from tidemill.runtime.errors import InvalidRequest
 
 CANVAS_BLOCK = 32

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tidemill.runtime.options import Secret
+from tidemill.runtime.options import Listed, Secret
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendConfig:
     """Flags of the frontend."""
 
-    engine: str = "127.0.0.1:50061"
+    engine: Listed = "127.0.0.1:50061"
     """Engines that serve one model: HOST:PORT, several with commas between them, dns:///NAME:PORT
     (all of its addresses), or k8s:///NAMESPACE/SERVICE:PORT (EndpointSlices)."""
     routing: Literal["least_loaded", "prefix_affinity", "round_robin", "session_affinity"] = (
@@ -28,8 +28,9 @@ class FrontendConfig:
     grpc_port: int = 50051
     """Port of TextService; 0 takes a free one."""
     tokenizer: str | None = None
-    """Folder of the tokenizer; default: fetched from the engine."""
-    served_model_name: str | None = None
+    """Folder of the tokenizer; default: fetched from the engine. Its config.json, if it has one,
+    names a classifier's labels."""
+    served_model_name: Listed | None = None
     """Name that clients use in `model`, or several with commas between; answers bear the one that
     was asked for, metrics and logs the first. Default: the engine's model id."""
     chat_template: str | None = None
@@ -98,15 +99,15 @@ class FrontendConfig:
     """Requests that each address may send, with a key or without; 0: any number."""
     ip_tokens_per_minute: int = 0
     """Tokens of prompts and outputs that each address may use; 0: any number."""
-    trusted_proxies: str = ""
+    trusted_proxies: Listed = ""
     """Addresses and networks, with commas between, whose x-forwarded-for names the client."""
-    cors_origins: str = ""
+    cors_origins: Listed = ""
     """Origins, with commas between, whose pages may call the HTTP interface from a browser; * for
     all of them."""
-    cors_methods: str = "GET,POST,DELETE"
-    """Methods that such pages may use."""
-    cors_headers: str = "*"
-    """Headers that such pages may send."""
+    cors_methods: Listed = "GET,POST,DELETE"
+    """Methods, with commas between, that such pages may use."""
+    cors_headers: Listed = "*"
+    """Headers, with commas between, that such pages may send; * for all of them."""
     cors_credentials: bool = False
     """Let such pages send cookies and client certificates along."""
     log_prompts: int = 0

@@ -19,22 +19,26 @@ from tidemill.security.keys import KeyRing
 
 _BEARER = "bearer "
 _RETRY_MIN_S = 0.001
-_LIMIT_FLAGS = (
-    "ip_requests_per_minute",
-    "ip_tokens_per_minute",
-    "key_requests_per_minute",
-    "key_tokens_per_minute",
-)
+_KEY_FLAGS = ("key_requests_per_minute", "key_tokens_per_minute")
+_RATE_FLAGS = ("ip_requests_per_minute", "ip_tokens_per_minute", *_KEY_FLAGS)
 
 
 def check_rates(config: FrontendConfig) -> None:
-    """Raises InvalidRequest for a rate below 0."""
-    for name in _LIMIT_FLAGS:
+    """Raises InvalidRequest for a rate below 0, and for rates of keys where nobody shows one."""
+    for name in _RATE_FLAGS:
         if getattr(config, name) < 0:
             raise InvalidRequest(
                 f"{name} is {getattr(config, name)}; it must be at least 1, or 0 for no limit",
                 param=name,
             )
+    has_keys = config.api_key is not None or config.api_keys_file is not None
+    of_keys = [name for name in _KEY_FLAGS if getattr(config, name)]
+    if of_keys and not has_keys:
+        raise InvalidRequest(
+            f"{' and '.join(of_keys)} need keys: --api-keys-file or --api-key; without keys limit "
+            "addresses, with --ip-requests-per-minute",
+            param=of_keys[0],
+        )
 
 
 class RateLimited(Overloaded):
@@ -114,12 +118,6 @@ class Gate:
         self._of_key = _Limits(
             "this key", config.key_requests_per_minute, config.key_tokens_per_minute, clock
         )
-        if self._of_key and self._keys.is_empty:
-            raise InvalidRequest(
-                "key_requests_per_minute and key_tokens_per_minute need keys: --api-keys-file or "
-                "--api-key; without keys limit addresses, with --ip-requests-per-minute",
-                param="key_requests_per_minute",
-            )
 
     @property
     def is_open(self) -> bool:

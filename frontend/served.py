@@ -31,7 +31,8 @@ class ServedModel:
     template: ChatTemplate
     output: OutputFormat
     labels: Mapping[int, str]
-    """Names of a classifier's labels, as far as its config.json tells."""
+    """Names of a classifier's labels, as far as the config.json beside the tokenizer's files tells:
+    the checkpoint's, unless the engine or the frontend was given another folder."""
 
     @property
     def name(self) -> str:

@@ -80,12 +80,18 @@ class TextTokenizer:
         from transformers import PreTrainedTokenizerFast
 
         kind: Any = PreTrainedTokenizerFast
-        return kind(
+        added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        names = self.template_variables.items()
+        made = kind(
             tokenizer_object=self._tokenizer,
             chat_template=self.chat_template,
             model_max_length=max_tokens,
-            **self.template_variables,
+            **{name: text for name, text in names if text in added},
         )
+        for name, text in names:
+            if text not in added:  # what it is made with is added, and texts would be split at it
+                setattr(made, name, text)
+        return made
 
     def encode_input(
         self, text: str, second: str | None = None, *, keep: int | None = None

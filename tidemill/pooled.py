@@ -130,6 +130,9 @@ class PooledCalls(ABC):
     ) -> list[ClassificationOutput]:
         """The probability of every label, for every text or list of token ids, in their order.
         Models with a classification head only; others raise Unsupported.
+
+        Labels are named as in the config.json beside the tokenizer's files: the checkpoint's,
+        unless `tokenizer` is another folder. One without a name is LABEL_0, and so on.
         """
         choice = PoolChoice(task="classify")
         reader = PoolReader(self._tokenizer, self.facts, truncate_prompt_tokens)

@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 from engine_service.distributed import Group
+from engine_service.limits import MOST_RANKS, experts_refused
 from engine_service.models.base import EXPERTS, REGISTRY, CausalModel, HFConfig, ModelTraits
 from tidemill.runtime.errors import InvalidRequest, Unsupported
-
-_MOST = 64
-"""Ranks that an advice counts up to, and that plans are told to."""
-
-
-def check_count(tensor_parallel_size: int, num_all: int) -> None:
-    """Raises InvalidRequest for no ranks, and for more in all than a group has."""
-    if tensor_parallel_size >= 1 and num_all <= _MOST:
-        return
-    stages = "" if num_all <= _MOST or num_all == tensor_parallel_size else f", {num_all} in all"
-    raise InvalidRequest(
-        f"tensor_parallel_size is {tensor_parallel_size}{stages}; a group has 1 to {_MOST} ranks",
-        param="tensor_parallel_size",
-    )
 
 
 def check_fit(hf_config: HFConfig, traits: ModelTraits, group: Group, num_stages: int) -> None:
@@ -39,7 +26,9 @@ def check_sharing(
     if not wrong:
         return
     fitting = [
-        str(count) for count in range(1, _MOST + 1) if not _uneven(axes, traits.num_kv_heads, count)
+        str(count)
+        for count in range(1, MOST_RANKS + 1)
+        if not _uneven(axes, traits.num_kv_heads, count)
     ]
     raise InvalidRequest(
         f"tensor_parallel_size {group.size} does not divide {traits.architecture}'s "
@@ -49,17 +38,10 @@ def check_sharing(
 
 
 def _check_experts(axes: dict[str, int], architecture: str, num_ranks: int) -> None:
-    wrong = ""
     if EXPERTS not in axes:
-        wrong = f"{architecture} has none"
-    elif num_ranks == 1:
-        wrong = "tensor_parallel_size is 1"
-    if wrong:
-        raise InvalidRequest(
-            f"expert_parallel gives ranks some of a layer's experts each, and {wrong}: leave it "
-            "out",
-            param="expert_parallel",
-        )
+        raise experts_refused(f"{architecture} has none")
+    if num_ranks == 1:
+        raise experts_refused("tensor_parallel_size is 1")
 
 
 def check_stages(kind: type[CausalModel], traits: ModelTraits, num_stages: int) -> None:

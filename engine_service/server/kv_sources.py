@@ -159,12 +159,4 @@ def _tls(config: EngineConfig) -> ClientTls | None:
     """How prefill engines are spoken to; None: in plaintext."""
     if config.kv_tls_ca is not None:
         return ClientTls(config.kv_tls_ca, config.tls_cert, config.tls_key, config.kv_tls_name)
-    if config.kv_tls_name is not None:
-        raise FailedPrecondition(
-            f"--kv-tls-name {config.kv_tls_name} is the name in prefill engines' certificates, and "
-            "without --kv-tls-ca they are spoken to in plaintext; give --kv-tls-ca, the CA of "
-            "these certificates, or leave the name out",
-            reason="TLS_FILES",
-            param="kv_tls_name",
-        )
     return None

@@ -178,7 +178,8 @@ class EngineServer:
         await asyncio.gather(drained, second, return_exceptions=True)
         lost = self.desk.core.lost
         if lost is not None:
-            _LOG.error("%s while draining", lost)
+            when = "loading" if self.desk.facts is None else "draining"
+            _LOG.error("%s while %s", lost, when)
         await self.stop()
         return 0 if lost is None else 1
 

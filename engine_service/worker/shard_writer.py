@@ -20,8 +20,9 @@ import torch
 
 from engine_service.config import EngineConfig
 from engine_service.distributed import Group
+from engine_service.limits import check_count
 from engine_service.models.base import REGISTRY, CausalModel
-from engine_service.models.sharing import check_count, check_sharing
+from engine_service.models.sharing import check_sharing
 from engine_service.worker.checkpoint import Checkpoint, Report, fetch_checkpoint
 from engine_service.worker.files import Stored, reading, survey, weight_files
 from engine_service.worker.shards import MANIFEST, Manifest, file_name, held_of

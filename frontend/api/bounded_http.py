@@ -13,8 +13,6 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tidemill.runtime.errors import InvalidRequest
-
 MAX_HEAD_BYTES = 64 << 10
 """Of a request's head, or of what stands between two pieces of its body or behind the last one. A
 head that comes with one read of the socket (256 KiB) is there before it is known to be larger."""
@@ -26,12 +24,7 @@ _LOG = logging.getLogger("tidemill.frontend.http")
 
 
 def bounded_http(read_timeout_s: float) -> Any:
-    """What uvicorn makes for each connection. Raises InvalidRequest for a time below 0."""
-    if read_timeout_s < 0:
-        raise InvalidRequest(
-            f"read_timeout_s is {read_timeout_s:g}; it must be above 0, or 0 for any time",
-            param="read_timeout_s",
-        )
+    """What uvicorn makes for each connection."""
     return partial(BoundedHttp, read_timeout_s=read_timeout_s)
 
 

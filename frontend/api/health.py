@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from frontend.api.gated import STRANGER
-from frontend.api.http import JsonResponse
+from frontend.api.http import LOAD, JsonResponse
 from frontend.desk import FrontDesk
 from tidemill import __version__
 
@@ -53,7 +53,7 @@ def health_routes(desk: FrontDesk) -> APIRouter:
         desk.check_ready()
         return JsonResponse({"status": "ok"})
 
-    @router.get("/load")
+    @router.get(LOAD)
     async def load() -> Response:
         """How many requests are in the house, by vLLM's name for it."""
         return JsonResponse({"server_load": desk.num_live})

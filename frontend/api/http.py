@@ -46,6 +46,8 @@ HEALTH = frozenset(
     }
 )
 METRICS = "/metrics"
+LOAD = "/load"
+"""Routers ask for it as often as others probe."""
 _MAX_ID_CHARS = 128
 _MAX_TIMEOUT_DIGITS = 15
 _MAX_SESSION_CHARS = 256
@@ -149,7 +151,7 @@ class IngressMiddleware:
         were refused, and all others but probes."""
         path = request.scope["path"]
         has_line = status < 400 and request.method == "POST" and path.startswith("/v1/")
-        is_probe = (path in HEALTH or path == METRICS) and status != 500
+        is_probe = (path in HEALTH or path in (METRICS, LOAD)) and status != 500
         level = logging.DEBUG if has_line or is_probe else logging.INFO
         if not _LOG.isEnabledFor(level):
             return

@@ -1,10 +1,15 @@
 """tidemill.LLM on the built-in models: the shapes users know, and what happens to wrong values."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from frontend.tokenizer import TextTokenizer
 from tidemill.llm import LLM
 from tidemill.runtime.errors import InvalidRequest, NotFound, ServiceError, Unsupported
 from tidemill.sampling_params import SamplingParams
@@ -194,6 +199,25 @@ def test_the_tokenizer_speaks_transformers(demo: LLM) -> None:
 
     tokenizer("x " * 2000, truncation=True, padding="max_length")
     assert len(demo.generate("x" * 300, GREEDY, False)[0].prompt_token_ids) == 300, "it is a copy"
+
+
+def test_names_of_tokens_that_are_not_added_split_no_text(tmp_path: Path) -> None:
+    """They are in the vocabulary, or nowhere; templates see them all the same."""
+    vocab = {"a": 0, "<": 1, "s": 2, ">": 3, "<s>": 4}
+    made = Tokenizer(BPE(vocab=vocab, merges=[]))
+    made.add_special_tokens(["<e>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "<e>", "pad_token": "<p>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    ours = TextTokenizer(tmp_path)
+    theirs = ours.as_transformers(64)
+    assert theirs.special_tokens_map == names
+    assert (len(theirs), theirs.bos_token_id, theirs.eos_token_id) == (6, 4, 5)
+    wanted = [0, 1, 2, 3, 5]
+    assert ours.encode("a<s><e>", add_special_tokens=False) == wanted
+    assert theirs.encode("a<s><e>", add_special_tokens=False) == wanted
+    split = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
+    assert split.encode("a<s><e>", add_special_tokens=False) != wanted, "the control"
 
 
 def test_without_a_tokenizer_prompts_are_ids() -> None:

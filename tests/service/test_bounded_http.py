@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from frontend.api.bounded_http import MAX_HEAD_BYTES, bounded_http
+from frontend.api.bounded_http import MAX_HEAD_BYTES
 from tests.service.frontends import stack
 from tests.waiting import PATIENCE_S, until
-from tidemill.runtime.errors import InvalidRequest
 
 PIECE = b"a" * 4096
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -110,8 +109,3 @@ async def test_a_client_that_leaves_inside_of_its_request_is_no_failure_of_ours(
         writer.close()
         await until(lambda: "POST /v1/completions 499" in caplog.text)
     assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
-
-
-def test_a_time_below_zero_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="read_timeout_s is -1"):
-        bounded_http(-1.0)

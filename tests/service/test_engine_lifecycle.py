@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -308,3 +309,21 @@ async def test_a_tokenizer_that_cannot_be_read_is_told_and_ends_no_start(
             with pytest.raises(grpc.aio.AioRpcError, match=r"tokenizer.*Permission denied") as told:
                 await rest(stub.GetTokenizer(pb.GetTokenizerRequest()))
             assert to_error(told.value).reason == "TOKENIZER_UNREADABLE"
+
+
+@pytest.mark.parametrize(("facts", "when"), [(None, "loading"), (object(), "draining")])
+async def test_a_core_that_is_lost_behind_the_signal_was_loading_or_drained(
+    caplog: pytest.LogCaptureFixture, facts: object, when: str
+) -> None:
+    async def nothing() -> None:
+        return None
+
+    stop = asyncio.Event()
+    stop.set()
+    core = SimpleNamespace(lost="rank 0 ended")
+    desk = SimpleNamespace(stop=stop, dead=asyncio.Event(), core=core, facts=facts)
+    server: Any = SimpleNamespace(desk=desk, drain=nothing, stop=nothing)
+    assert await EngineServer.run(server) == 1
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().remove_signal_handler(number)
+    assert f"rank 0 ended while {when}" in caplog.text

@@ -290,7 +290,7 @@ async def test_one_line_says_how_each_request_ended(
     async with stack(tmp_path, trusted_proxies="127.0.0.0/8") as served:
         headers = {"x-forwarded-for": "6.6.6.6, 1.2.3.4", "x-request-id": "abc"}
         async with served.http() as client:
-            for path in ("/health", "/metrics", "/version", "/nowhere"):
+            for path in ("/health", "/metrics", "/load", "/version", "/nowhere"):
                 await client.get(path, headers=headers)
             await client.post("/v1/completions", json={"prompt": "ab", "max_tokens": 3})
             await client.post("/v1/completions", content=b"{", headers=headers)

@@ -18,10 +18,8 @@ import pytest
 from grpc.aio import Metadata
 
 from engine_service.server import kv_sources, transfer_in
-from engine_service.server.kv_sources import Sources
 from tests.certificates import Authority
 from tests.service import test_transfer_in
-from tests.service.engine_fixtures import config
 from tests.service.test_transfer_in import INLINE, PAGE, Source, target
 from tests.waiting import PATIENCE_S, until
 from tidemill.runtime.errors import FailedPrecondition
@@ -193,9 +191,3 @@ async def test_a_transfer_ends_on_the_connection_that_it_began_on(
         for call in calls:
             call.cancel()
         await until(lambda: not other.num_calls)
-
-
-def test_a_name_without_a_ca_is_refused() -> None:
-    with pytest.raises(FailedPrecondition, match=r"prefill\.example.*give --kv-tls-ca") as caught:
-        Sources(config(kv_tls_name=NAME))
-    assert caught.value.param == "kv_tls_name"

@@ -60,6 +60,8 @@ def test_addresses_of_kv_events_count_up_as_vllm_counts(first: str, second: str)
     [
         ({}, 0, "data_parallel_size is 0"),
         ({"kv_events_zmq": "tcp://*:*"}, 2, "ends in no port"),
+        ({"kv_events_zmq": "tcp://*:65535"}, 2, "kv_events_zmq counts .* from 65535, and engine 1"),
+        ({"admin_port": 65534}, 3, "engine 2 .* would get 65536: the last port is 65535; begin"),
         (
             {"kv_events_zmq": "tcp://*:5557", "kv_events_replay": "tcp://*:5558"},
             2,

@@ -11,6 +11,7 @@ import pytest
 from engine_service.config import EngineConfig
 from frontend.config import FrontendConfig
 from tidemill import cli
+from tidemill.bench.traffic.options import ServeOptions
 from tidemill.commands.foreign_flags import ADVICE
 from tidemill.commands.launcher_config import LauncherConfig
 from tidemill.commands.spellings import SPELLINGS
@@ -99,7 +100,13 @@ def test_a_file_for_another_server(
     ("text", "told"),
     [
         ("max-num-seqs: 3\nmax_rows: 4\n", "max-num-seqs and max_rows are the same"),
-        ("disable-radix-cache: perhaps\n", "key in {file}: no_prefix_caching"),
+        ("disable-radix-cache: perhaps\n", "disable-radix-cache is 'perhaps'; it is true or false"),
+        ("enforce-eager: 'no'\n", "enforce-eager is 'no'; it is true or false"),
+        ("api-key: [k1, k2]\n", "api-key is a list and takes one value; write api-key: SECRET"),
+        ("max-num-seqs: [3]\n", "max-num-seqs is a list and takes one value; write max-num-seqs"),
+        ("cors-origins: []\n", "cors-origins must be a list of one text or more, or be left out"),
+        ("cors-origins: [[a]]\n", "cors-origins must be a list of one text or more"),
+        ("max-num-sequs: [3]\n", "key in {file}: max_num_sequs"),
         ("max-num-sequs: 3\n", "key in {file}: max_num_sequs"),
     ],
 )
@@ -121,3 +128,10 @@ def test_advice_names_flags_that_there_are_for_those_that_there_are_not() -> Non
         assert set(NAMED.findall(text)) <= OURS, text
     for flag, ours in SPELLINGS.items():
         assert ours.replace("--no-", "--") in OURS, flag
+
+
+def test_every_flag_with_commas_may_be_a_list_in_a_file() -> None:
+    for kind in (EngineConfig, FrontendConfig, LauncherConfig, ServeOptions):
+        settings = settings_of(kind)
+        told = {name for name, setting in settings.items() if "commas" in setting.doc}
+        assert told == {name for name, setting in settings.items() if setting.is_listed}

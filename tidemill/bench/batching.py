@@ -24,6 +24,7 @@ from tidemill.bench.engines import open_engine
 from tidemill.bench.probe import counted, watch_kv
 from tidemill.bench.sets import MAX_TOKEN_ID, RequestSet, request_sets
 from tidemill.runtime.errors import InvalidRequest
+from tidemill.runtime.options import Listed
 
 if TYPE_CHECKING:
     from tidemill.llm import LLM
@@ -39,7 +40,7 @@ class BatchingOptions:
 
     shape: str | None = None
     """Model shape with random weights instead of --model."""
-    seats: str = "8,16,32,64"
+    seats: Listed = "8,16,32,64"
     """Requests that run at a time (--max-rows); one engine and one row of figures per number."""
     per_seat: int = 8
     """Requests in all, as a multiple of the seats."""
@@ -49,7 +50,7 @@ class BatchingOptions:
     """Least output tokens of a request."""
     longest: int = 1024
     """Most output tokens of a request."""
-    kv_set: str = "mixed256"
+    kv_set: Listed = "mixed256"
     """Request set on which the use of KV slots is measured; none leaves that out."""
     seed: int = 0
     """Seed of the requests and of random weights."""

@@ -20,6 +20,7 @@ from tidemill.bench.engines import open_engine
 from tidemill.bench.probe import Arrivals, watch_arrivals
 from tidemill.bench.sets import RequestSet, fixed, request_sets
 from tidemill.runtime.errors import InvalidRequest
+from tidemill.runtime.options import Listed
 
 if TYPE_CHECKING:
     from tidemill.llm import LLM
@@ -33,13 +34,13 @@ class LatencyOptions:
 
     shape: str | None = None
     """Model shape with random weights instead of --model."""
-    set: str | None = None
+    set: Listed | None = None
     """Request sets, separated by commas, each submitted at once; without it, equal requests."""
     input_len: int = 128
     """Prompt tokens per equal request."""
     output_len: int = 128
     """Generated tokens per equal request."""
-    concurrency: str = "1,32"
+    concurrency: Listed = "1,32"
     """Equal requests alive at a time; one row of figures per number."""
     rounds: int = 4
     """Equal requests in all, as a multiple of the concurrency."""

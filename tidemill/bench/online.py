@@ -23,13 +23,14 @@ from tidemill.bench.services import Services, services_of
 from tidemill.bench.sets import RequestSet, fixed, request_sets
 from tidemill.bench.streams import Observed, Request, stream_all
 from tidemill.runtime.errors import InvalidRequest
+from tidemill.runtime.options import Listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineOptions:
     """Flags of `tidemill bench online`, beside those of the engine."""
 
-    set: str | None = None
+    set: Listed | None = None
     """Request sets, separated by commas (mixed256); without it, equal requests."""
     shape: str | None = None
     """Model shape with random weights instead of --model: qwen3-0.6b, qwen3-8b, qwen3-32b, or a

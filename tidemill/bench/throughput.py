@@ -18,6 +18,7 @@ from tidemill.bench.engines import OpenEngine, open_engine
 from tidemill.bench.probe import KVUse, watch_kv
 from tidemill.bench.roofline import as_figures, bound, ceilings_as_figures, ceilings_of
 from tidemill.bench.sets import RequestSet, request_sets
+from tidemill.runtime.options import Listed
 
 if TYPE_CHECKING:
     from tidemill.llm import LLM
@@ -32,7 +33,7 @@ _SAMPLE_EVERY = 16
 class ThroughputOptions:
     """Flags of `tidemill bench throughput`, beside those of the engine."""
 
-    set: str | None = None
+    set: Listed | None = None
     """Request sets, separated by commas (mixed256,b1_128_256); without it, equal requests."""
     shape: str | None = None
     """Model shape with random weights instead of --model: qwen3-0.6b, qwen3-8b, qwen3-32b, sdar-8b,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engine_service import limits
 from engine_service.config import EngineConfig
-from engine_service.nodes import node_of, serving_node
+from engine_service.nodes import check_nodes, node_of
 from tidemill.commands import named_model, ports
 from tidemill.commands.engine_group import EnginePlan, engines_of, placed, wishes_of, with_ports
 from tidemill.commands.foreign_flags import ADVICE
@@ -18,8 +18,8 @@ from tidemill.runtime import options
 
 def run(argv: Sequence[str]) -> int:
     """Serves until SIGTERM; returns the exit status. Raises what `named_model.check` does, and
-    InvalidRequest for values that no engine takes, and for several engines of which each would
-    refuse its place among hosts."""
+    InvalidRequest for values that no engine takes, and where the environment says no place among
+    hosts that is one."""
     launcher, config = options.parse(
         [LauncherConfig, EngineConfig],
         argv,
@@ -29,19 +29,19 @@ def run(argv: Sequence[str]) -> int:
         spellings=SPELLINGS,
         check=_check,
     )  # --help before slow imports
+    node_of(config, os.environ)
     named_model.check(config)
     if launcher.data_parallel_size == 1:
         from engine_service.__main__ import serve
 
         return serve(config)
-    serving_node(config, os.environ)
     return asyncio.run(_supervise(settled(config, launcher.data_parallel_size)))
 
 
 def _check(launcher: LauncherConfig, config: EngineConfig) -> None:
     limits.check(config)
     engines_of(config, launcher.data_parallel_size)
-    node_of(config, os.environ)
+    check_nodes(config)
 
 
 async def _supervise(engines: Sequence[EnginePlan]) -> int:

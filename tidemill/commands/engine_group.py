@@ -12,6 +12,7 @@ from typing import Any
 
 from engine_service.config import EngineConfig
 from tidemill.commands.ports import Wish, reachable
+from tidemill.ranges import PORT
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 from tidemill.runtime.options import flag_of
 
@@ -36,7 +37,8 @@ class EnginePlan:
 def engines_of(config: EngineConfig, count: int) -> list[EngineConfig]:
     """`count` engines whose ports and ZeroMQ addresses count up from those of `config`; 0 stays.
 
-    Raises InvalidRequest for a count below 1 and for an address that has nothing to count.
+    Raises InvalidRequest for a count below 1, for an address that has nothing to count, and where
+    ports come to an end.
     """
     if count < 1:
         raise InvalidRequest(
@@ -70,7 +72,7 @@ def _numbered(config: EngineConfig, number: int) -> EngineConfig:
     changes: dict[str, Any] = {}
     for name in _PORTS:
         if port := getattr(config, name):
-            changes[name] = port + number
+            changes[name] = _port(name, port, number)
     for name in _ENDPOINTS:
         if endpoint := getattr(config, name):
             changes[name] = _endpoint(name, endpoint, number)
@@ -91,7 +93,17 @@ def _endpoint(name: str, endpoint: str, number: int) -> str:
             " one, for example tcp://*:5557",
             param=name,
         )
-    return f"{head}:{int(port) + number}"
+    return f"{head}:{_port(name, int(port), number)}"
+
+
+def _port(name: str, first: int, number: int) -> int:
+    if (port := first + number) <= PORT.most:
+        return port
+    raise InvalidRequest(
+        f"{name} counts up per engine from {first}, and engine {number} (the first is 0) would get "
+        f"{port}: the last port is {PORT.most}; begin lower",
+        param=name,
+    )
 
 
 def wishes_of(configs: Sequence[EngineConfig]) -> list[Wish]:

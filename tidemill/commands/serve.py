@@ -11,7 +11,7 @@ from typing import Any
 
 from engine_service import limits as engine_limits
 from engine_service.config import EngineConfig
-from engine_service.nodes import serving_node
+from engine_service.nodes import check_nodes, serving_node
 from frontend import limits as frontend_limits
 from frontend.config import FrontendConfig
 from tidemill.commands import named_model, ports
@@ -40,6 +40,7 @@ def run(argv: Sequence[str]) -> int:
         hidden=("connect_timeout_s", *_OF_THE_WAY),
         check=_check,
     )
+    serving_node(engine, os.environ)
     named_model.check(engine)
     return asyncio.run(_serve(*settled(engine, frontend, launcher.data_parallel_size)))
 
@@ -47,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
 def _check(launcher: LauncherConfig, engine: EngineConfig, frontend: FrontendConfig) -> None:
     engine_limits.check(engine)
     engines_of(engine, launcher.data_parallel_size)
-    serving_node(engine, os.environ)
+    check_nodes(engine)
     frontend_limits.check(frontend)
 
 

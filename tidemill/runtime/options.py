@@ -17,7 +17,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType, NoneType
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -29,12 +29,19 @@ class Secret(str):
     """Text that is neither shown nor put on a command line, where other users would see it."""
 
 
+_LISTED = "listed"
+Listed = Annotated[str, _LISTED]
+"""Values with commas between; a file may have them as a list."""
+
+
 class Setting(NamedTuple):
-    """One field: its default (MISSING: required), its type, the string under it ('' if none)."""
+    """One field: its default (MISSING: required), its type, the string under it ('' if none), and
+    whether it is a `Listed`."""
 
     default: Any
     hint: Any
     doc: str
+    is_listed: bool = False
 
 
 def settings_of(kind: type) -> dict[str, Setting]:
@@ -45,8 +52,17 @@ def settings_of(kind: type) -> dict[str, Setting]:
         for field, below in pairwise(source.body)  # type: ignore[attr-defined]
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr)
     }
-    hints = get_type_hints(kind)
-    return {f.name: Setting(_default(f), hints[f.name], docs.get(f.name, "")) for f in fields(kind)}
+    hints, marked = get_type_hints(kind), get_type_hints(kind, include_extras=True)
+    return {
+        f.name: Setting(
+            _default(f), hints[f.name], docs.get(f.name, ""), _is_listed(marked[f.name])
+        )
+        for f in fields(kind)
+    }
+
+
+def _is_listed(hint: Any) -> bool:
+    return any(_LISTED in getattr(one, "__metadata__", ()) for one in (hint, *get_args(hint)))
 
 
 def flag_of(name: str, value: object = "") -> str:
@@ -125,7 +141,7 @@ def _parser(known: Mapping[str, Setting], prog: str, positional: str) -> argpars
     parser.add_argument(
         "--print-config", default=False, action="store_true", help="Show and leave."
     )
-    for name, (default, hint, doc) in known.items():
+    for name, (default, hint, doc, _) in known.items():
         text = doc if default in (None, MISSING) else f"{doc} [{json.dumps(default)}]"
         how: dict[str, Any] = {"type": partial(_convert, hint), "metavar": _metavar(hint)}
         if hint is bool:
@@ -175,7 +191,7 @@ def _words_of_file(
     said: dict[str, Any] = {}
     keys: dict[str, str] = {}
     for key, value in ((str(key), value) for key, value in loaded.items()):
-        name, meant = _setting_of_key(key, value, spellings)
+        name, meant = _setting_of_key(key, value, known, spellings)
         if name in said:
             raise ValueError(f"{path}: {keys[name]} and {key} are the same; leave one of them out")
         said[name], keys[name] = meant, key
@@ -183,15 +199,34 @@ def _words_of_file(
     return [flag_of(name, value) for name, value in said.items()]
 
 
-def _setting_of_key(key: str, value: Any, spellings: Mapping[str, str]) -> tuple[str, Any]:
+def _setting_of_key(
+    key: str, value: Any, known: Mapping[str, Setting], spellings: Mapping[str, str]
+) -> tuple[str, Any]:
     """(our name, value) of what a file says. What other servers switch off may be what ours has
-    on, and their lists are ours with commas between."""
+    on, and their lists are ours with commas between. Raises ValueError for what is neither true
+    nor false, and for lists of what is none; names that nobody knows are left to others."""
     flag = spellings.get(flag_of(key), flag_of(key))
+    is_off = flag != flag_of(key) and flag.startswith(_OFF)
+    name = flag.removeprefix(_OFF if is_off else "--").replace("-", "_")
+    setting = known.get(name)
+    if setting is None:
+        return name, value
+    if setting.hint is bool and not isinstance(value, bool):
+        raise ValueError(f"{key} is {value!r}; it is true or false")
     if isinstance(value, list):
-        value = ",".join(map(str, value))
-    is_off = flag != flag_of(key) and flag.startswith(_OFF) and isinstance(value, bool)
-    name = flag.removeprefix(_OFF) if is_off else flag.removeprefix("--")
-    return name.replace("-", "_"), not value if is_off else value
+        value = _joined(key, value, setting)
+    return name, not value if is_off else value
+
+
+def _joined(key: str, listed: list[Any], setting: Setting) -> str:
+    """The values may be secrets: errors do not show them."""
+    if not setting.is_listed:
+        raise ValueError(
+            f"{key} is a list and takes one value; write {key}: {_metavar(setting.hint)}"
+        )
+    if not listed or not all(isinstance(one, str | int | float) for one in listed):
+        raise ValueError(f"{key} must be a list of one text or more, or be left out")
+    return ",".join(map(str, listed))
 
 
 def _words_of_environment(environ: Mapping[str, str], known: Mapping[str, Setting]) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 
 from tidemill.runtime.errors import FailedPrecondition
+from tidemill.security.tls_flags import check_client_flags
 from tidemill.security.watched import Watched
 
 Options = Sequence[tuple[str, int | str]]
@@ -69,16 +70,8 @@ def client_tls(
     ca: str | None, cert: str | None, key: str | None, name: str | None
 ) -> ClientTls | None:
     """What the flags of a service ask for; without a CA the other side is plaintext."""
-    if ca is not None:
-        return ClientTls(ca, cert, key, name)
-    if (cert, key, name) != (None, None, None):
-        raise FailedPrecondition(
-            "--engine-tls-cert, --engine-tls-key and --engine-tls-name need --engine-tls-ca, the "
-            "CA of the engine's certificate",
-            reason="TLS_FILES",
-            param="engine_tls_ca",
-        )
-    return None
+    check_client_flags(ca, cert, key, name)
+    return None if ca is None else ClientTls(ca, cert, key, name)
 
 
 def open_channel(address: str, options: Options, tls: ClientTls | None) -> grpc.aio.Channel:

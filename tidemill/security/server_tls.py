@@ -8,25 +8,13 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import grpc
 
 from tidemill.runtime.errors import FailedPrecondition
+from tidemill.security.tls_flags import TlsFlags, check_server_flags
 from tidemill.security.watched import Watched
-
-
-class TlsFlags(Protocol):
-    """The fields that both services' configs have."""
-
-    @property
-    def tls_cert(self) -> str | None: ...
-
-    @property
-    def tls_key(self) -> str | None: ...
-
-    @property
-    def tls_client_ca(self) -> str | None: ...
 
 
 class _Material(NamedTuple):
@@ -108,16 +96,10 @@ class ServerTls:
 
 def server_tls(flags: TlsFlags) -> ServerTls | None:
     """What the flags ask for, None for plaintext. Raises FailedPrecondition."""
-    cert, key, client_ca = flags.tls_cert, flags.tls_key, flags.tls_client_ca
-    if cert is not None and key is not None:
-        return ServerTls(cert, key, client_ca)
-    if (cert, key, client_ca) != (None, None, None):
-        raise FailedPrecondition(
-            "TLS needs both --tls-cert and --tls-key; --tls-client-ca goes on top of them",
-            reason="TLS_FILES",
-            param="tls_key" if key is None else "tls_cert",
-        )
-    return None
+    check_server_flags(flags)
+    if flags.tls_cert is None or flags.tls_key is None:
+        return None
+    return ServerTls(flags.tls_cert, flags.tls_key, flags.tls_client_ca)
 
 
 def port_credentials(tls: ServerTls | None) -> grpc.ServerCredentials | None:

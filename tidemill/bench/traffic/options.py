@@ -9,7 +9,7 @@ from typing import Literal
 from tidemill.bench.traffic import points as planned
 from tidemill.bench.traffic.asked import Lengths, read_trace
 from tidemill.runtime.errors import InvalidRequest
-from tidemill.runtime.options import Secret
+from tidemill.runtime.options import Listed, Secret
 
 _SECONDS = 30.0
 _STREAMS = "8"
@@ -46,24 +46,24 @@ _MORE_THAN_0 = ("seconds", "timeout_s", "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_m
 class ServeOptions:
     """Flags of `tidemill bench serve`, beside those of the engine that it starts without --url."""
 
-    url: str | None = None
+    url: Listed | None = None
     """Addresses of the server, separated by commas and used in turn, for example
     http://127.0.0.1:8000; https for TLS, with gRPC too. Without it, services are started."""
     protocol: Literal["http", "grpc"] = "http"
     """HTTP with server-sent events, or gRPC (tidemill.v1.TextService)."""
     api: Literal["completions", "chat"] = "completions"
     """Token ids to complete, which have exact lengths, or chats."""
-    rate: str | None = None
+    rate: Listed | None = None
     """Open loop: requests per second, several rates separated by commas."""
     arrival_cv: float = 1.0
     """Coefficient of variation of the times between requests of --rate: 1 Poisson, 0 even, above 1
     in bursts (gamma-distributed)."""
-    concurrency: str | None = None
+    concurrency: Listed | None = None
     """Closed loop: requests that are open at any time, several numbers separated by commas; 8 where
     there is neither --rate nor --trace-file."""
     trace_file: str | None = None
     """Open loop: JSONL file of {"t_s", "output_len"} with "input_len", "prompt" or "messages"."""
-    speed: str = "1"
+    speed: Listed = "1"
     """How many times as fast the trace is played, several factors separated by commas."""
     seconds: float | None = None
     """Length of the measured window; default 30, and a trace is played to its end."""
