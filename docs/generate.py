@@ -38,11 +38,16 @@ def main(path: Path) -> None:
 
 def _section(kind: type) -> str:
     rows = [
-        f"| `{options.flag_of(name)}` | {_default(setting)} | {setting.doc} |"
+        f"| `{options.flag_of(name)}` | {_default(setting)} | {_cell(setting.doc)} |"
         for name, setting in options.settings_of(kind).items()
     ]
     head = f"## {kind.__name__}\n\n{(kind.__doc__ or '').strip()}\n\n| flag | default | meaning |"
     return "\n".join([head, "|---|---|---|", *rows, ""])
+
+
+def _cell(text: str) -> str:
+    """A row of a table is one line, and bars part its cells."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def _default(setting: options.Setting) -> str:

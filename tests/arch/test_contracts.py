@@ -103,3 +103,5 @@ def test_configuration_page_is_generated(tmp_path: Path) -> None:
     page = tmp_path / "configuration.md"
     subprocess.run([sys.executable, "docs/generate.py", str(page)], cwd=ROOT, check=True)
     assert page.read_text() == (ROOT / "docs" / "configuration.md").read_text()
+    broken = [line for line in page.read_text().splitlines() if line.startswith(" ")]
+    assert not broken, "a row of a table is one line"
