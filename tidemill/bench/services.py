@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -29,6 +30,8 @@ _START_S = 1800.0
 """A large model that is compiled and captured for the first time."""
 _STOP_S = 20.0
 _ASK_EVERY_S = 0.2
+_FREE_PORTS = range(10_000, 30_000)
+"""Below what Linux gives away by itself (32,768 and up)."""
 _TOLD_CHARS = 4000
 
 
@@ -57,12 +60,13 @@ def running_services(
     before it is ready.
     """
     check_model(config.model)
-    engine_ports = _free_row(num_engines)
+    free = _free_row(num_engines + 2 * num_frontends)
+    engine_ports, others = free[:num_engines], free[num_engines:]
     flags = [*_engine_flags(config), f"--engine-port={engine_ports[0]}", "--drain-timeout-s=1"]
     if num_engines > 1:
         flags.append(f"--data-parallel-size={num_engines}")
     beside = [_frontend(*engine_ports)] * (num_frontends - 1)
-    with _started([["serve", *flags], *beside]) as (processes, ports, grpc_ports):
+    with _started([["serve", *flags], *beside], others) as (processes, ports, grpc_ports):
         yield Services(ports, grpc_ports, _roles(processes))
 
 
@@ -86,7 +90,8 @@ def services_of(
 def running_frontends(engine_port: int, num_frontends: int, *flags: str) -> Iterator[Services]:
     """Frontends alone, for an engine that somebody else runs; otherwise as `running_services`."""
     words = [*_frontend(engine_port), *flags]
-    with _started([words] * num_frontends) as (processes, ports, grpc_ports):
+    free = _free_row(2 * num_frontends)
+    with _started([words] * num_frontends, free) as (processes, ports, grpc_ports):
         roles = {f"frontend {n}": psutil.Process(one.pid) for n, one in enumerate(processes)}
         yield Services(ports, grpc_ports, roles)
 
@@ -98,10 +103,9 @@ def _frontend(*engine_ports: int) -> list[str]:
 
 @contextmanager
 def _started(
-    commands: list[list[str]],
+    commands: list[list[str]], free: list[int]
 ) -> Iterator[tuple[list[subprocess.Popen[bytes]], list[int], list[int]]]:
-    """The commands with free ports of their own, all ready: processes, HTTP and gRPC ports."""
-    free = _free_ports(2 * len(commands))
+    """The commands, each with two of the free ports, all ready: processes, HTTP and gRPC ports."""
     http_ports, grpc_ports = free[::2], free[1::2]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidemill-log-")))
@@ -183,23 +187,15 @@ def _roles(started: list[subprocess.Popen[bytes]]) -> dict[str, psutil.Process]:
 
 
 def _free_row(count: int) -> list[int]:
-    """Free ports that follow each other."""
+    """Free ports that follow each other. Services listen there seconds later, so they are none that
+    the system gives away meanwhile, to port 0 or to whoever calls out."""
     while True:
-        (first,) = _free_ports(1)
+        first = random.SystemRandom().choice(_FREE_PORTS)
         row = list(range(first, first + count))
         try:
             with ExitStack() as stack:
                 for port in row:
                     stack.enter_context(socket.socket()).bind((_HOST, port))
-        except (OSError, OverflowError):
+        except OSError:
             continue
         return row
-
-
-def _free_ports(count: int) -> list[int]:
-    """All are held until the last is found, so that no two are the same."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((_HOST, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
