@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_serve import FREE_PORTS, ROOT, serve
+from tests.e2e.test_serve import FREE_PORTS, ROOT, SEEDED, serve
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
@@ -24,8 +24,8 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, di
     """README's addresses to real ones, per model."""
     folders = [tmp_path_factory.mktemp(name) for name in ("demo", "block")]
     with (
-        serve(folders[0], "demo", *FREE_PORTS) as demo,
-        serve(folders[1], "demo-block", *FREE_PORTS) as block,
+        serve(folders[0], "demo", *FREE_PORTS, *SEEDED) as demo,
+        serve(folders[1], "demo-block", *FREE_PORTS, *SEEDED) as block,
     ):
         found = {}
         for name, served in (("demo", demo), ("demo-block", block)):
@@ -85,6 +85,6 @@ def test_commands(
 def test_generate_offline() -> None:
     printed = re.search(r"`tidemill (generate demo .*)`", README)
     assert printed is not None
-    command = f"{sys.executable} -m tidemill {printed[1]}"
+    command = f"{sys.executable} -m tidemill {printed[1]} {' '.join(SEEDED)}"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "abcd" in done.stdout

@@ -22,6 +22,9 @@ from tidemill.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--engine-port=0")
+SEEDED = ("--seed=1",)
+"""For who compares answers at the default temperature: once in a few thousand times one draws
+another token than the likeliest."""
 
 
 class Served:

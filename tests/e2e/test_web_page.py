@@ -270,6 +270,7 @@ async def test_an_autoregressive_model_has_text_and_no_canvas(
     wanted = await answer(stack.url, "/v1/chat/completions", body)
     async with opened(browser, stack.url) as page:
         assert await page.is_checked("input[value=chat]")
+        await page.fill("#temperature", "0")
         await page.click("#examples >> text=json: tom 31 rome")
         await page.wait_for_selector("body[data-state^=done]")
         assert await page.text_content("#text") == wanted["choices"][0]["message"]["content"]
