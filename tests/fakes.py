@@ -313,7 +313,10 @@ class ToyExecutor:
             cu_decide=torch.tensor([0, *accumulate(counts)]),
             tables=self.tables.sampling,
             wants=self.tables.wants(rows.tolist()),
+            num_open=sum(counts) - sum(span.num_fixed for span in picked),
         )
+        fixed = self.tables.sampling.fixed[batch.rows, batch.positions]
+        assert batch.num_open >= int((~fixed).sum()), "open positions that nobody would decide"
         assert not batch.logits_NV.isnan().any(), "KV that nobody wrote was read"
         batch = replace(batch, logits=masked_logits(batch))
         result = strategy.decide(batch)

@@ -45,7 +45,7 @@ class StepDraft:
 
     def add(self, request: Request, span: Span) -> bool:
         """Takes the span's share out of the budget; False, and nothing is done, when it lacks."""
-        _, start, stop, _, block, first, last, _, _, _, _, aside = span
+        _, start, stop, _, block, first, last, _, _, _, _, aside, _ = span
         budget = self.budget
         size = stop - start if aside < 2 else span.num_tokens
         tokens = budget.tokens - size

@@ -51,6 +51,9 @@ class Span(NamedTuple):
     kept: int = 0
     aside: int = 0
     """Copies of the canvas aside of the pages: 0, 1 or 2."""
+    num_fixed: int = 0
+    """Of the decided positions, those that are final already, at least: the row's tables say which,
+    and nobody needs their logits."""
 
     @property
     def num_tokens(self) -> int:
@@ -74,7 +77,7 @@ new_span: Callable[[tuple[int, ...]], Span] = partial(tuple.__new__, Span)
 def steady_span(row: int, position: int) -> Span:
     """The commonest span: it computes the token ahead of `position` and decides the one there."""
     start, stop, decided = position - 1, position, position + 1
-    return new_span((row, start, stop, stop, 1, position, decided, 0, 0, 0, 0, 0))
+    return new_span((row, start, stop, stop, 1, position, decided, 0, 0, 0, 0, 0, 0))
 
 
 class SteadyRows(NamedTuple):

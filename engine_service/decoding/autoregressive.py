@@ -63,8 +63,8 @@ class Autoregressive(DecodeStrategy):
 
     def advance(self, span: Span) -> Span:
         """Computes the token that `span` decides and decides the next; which, the device knows."""
-        row, _, start, _, _, _, stop, _, _, _, _, _ = span
-        return new_span((row, start, stop, stop, 1, stop, stop + 1, 0, 0, 0, 0, 0))
+        row, _, start, _, _, _, stop, _, _, _, _, _, _ = span
+        return new_span((row, start, stop, stop, 1, stop, stop + 1, 0, 0, 0, 0, 0, 0))
 
     def settle(
         self, committed_len: int, canvas: Canvas, span: Span, decision: Decision | None

@@ -23,7 +23,7 @@ from engine_service.decoding.reveal_knobs import (
     remembers,
     with_defaults,
 )
-from engine_service.decoding.tail import masks, merge
+from engine_service.decoding.tail import count_fixed, masks, merge
 from engine_service.sampling.batch import DecideBatch, DecideResult
 from tidemill.runtime.errors import Unsupported
 
@@ -89,7 +89,10 @@ class BlockDiffusion(DecodeStrategy):
         """As every method that caches what it commits. With shifted logits a span whose own first
         position is open begins at the query ahead of it, which is in the pages already."""
         span = super().plan(view, budget)
-        if span is None or not span.num_decided or span.decide_start - self._shift >= span.start:
+        if span is None or not span.num_decided:
+            return span
+        span = count_fixed(span, view.committed_len, view.canvas)
+        if span.decide_start - self._shift >= span.start:
             return span
         span = span._replace(start=span.decide_start - self._shift, store_from=span.start)
         return span if budget.allows(span) else None

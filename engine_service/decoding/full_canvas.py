@@ -31,7 +31,7 @@ from engine_service.decoding.reveal_knobs import (
     remembers,
     with_defaults,
 )
-from engine_service.decoding.tail import masks, merge
+from engine_service.decoding.tail import count_fixed, masks, merge
 from engine_service.resolve import CANVAS_BLOCK
 from engine_service.sampling.batch import DecideBatch, DecideResult
 from engine_service.staging import stage
@@ -172,6 +172,7 @@ class FullCanvas(DecodeStrategy):
         )
         aside = 2 if params.cfg_scale else aside
         span = Span(view.row, start, stop, kv_len, FULL, *decided, kept=kept, aside=aside)
+        span = count_fixed(span, view.committed_len, canvas)
         return span if budget.allows(span) else None
 
     def foresee(self, view: View, span: Span, *, may_err: bool) -> View | None:

@@ -12,6 +12,14 @@ def masks(mask_token_id: int, count: int) -> Canvas:
     return Canvas((mask_token_id,) * count, (False,) * count)
 
 
+def count_fixed(span: Span, committed_len: int, canvas: Canvas) -> Span:
+    """`span` with the number of its decided positions that are final in the canvas behind
+    `committed_len` tokens."""
+    first = max(0, span.decide_start - committed_len)
+    decided = canvas.fixed[first : max(0, span.decide_stop - committed_len)]
+    return span._replace(num_fixed=decided.count(True))
+
+
 class Tail(NamedTuple):
     """A canvas after a decision, its final positions included; `num_final` lead it."""
 

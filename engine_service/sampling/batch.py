@@ -5,7 +5,7 @@ Shape legend: N decided positions of all spans of one strategy, V vocabulary, R 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,11 +34,27 @@ class DecideBatch:
     wants: Wants
     max_position: int | None = None
     """Host upper bound of `positions`; None: the width of the token table."""
+    num_open: int | None = None
+    """Host upper bound of how many of them are not final, those of padding, which come last, left
+    out; None: N."""
 
     @property
     def logits_NV(self) -> torch.Tensor:
         """All logits at once."""
         return self.logits.whole()
+
+    def at(self, places: torch.Tensor) -> DecideBatch:
+        """Of the decided positions only those at `places` [M] int64, as one that knows no spans."""
+        nothing = self.span_rows[:0]
+        return replace(
+            self,
+            logits=self.logits.at(places),
+            rows=self.rows[places],
+            positions=self.positions[places],
+            span_rows=nothing,
+            cu_decide=nothing,
+            num_open=None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,10 @@ class Logits(ABC):
         """(x [N, E], W [V, E]) with own logits x W^T, for who needs no more than a piece of them
         at a time; None: there is only the whole."""
 
+    @abstractmethod
+    def at(self, places: torch.Tensor) -> Logits:
+        """Those of the positions `places` [M] int64 alone."""
+
 
 class KnownLogits(Logits):
     """Logits that somebody has multiplied already."""
@@ -64,6 +68,9 @@ class KnownLogits(Logits):
 
     def factors(self) -> None:
         return None
+
+    def at(self, places: torch.Tensor) -> Logits:
+        return KnownLogits(self._logits_NV.index_select(0, places))
 
 
 class HeadLogits(Logits):
@@ -85,3 +92,6 @@ class HeadLogits(Logits):
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         return self._head.head_factors(self._hidden_NE)
+
+    def at(self, places: torch.Tensor) -> Logits:
+        return HeadLogits(self._head, self._hidden_NE.index_select(0, places))

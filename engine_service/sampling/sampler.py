@@ -27,6 +27,10 @@ from engine_service.sampling.logprobs import Scores, score_tokens
 from engine_service.sampling.processors import adjust, allowed_logits
 from engine_service.sampling.rng import Purpose, draw_keys, gumbel
 
+_OPEN_STEP = 64
+"""Rows by which the number of open positions is rounded up on a GPU. A head takes as long for fewer
+rows, in which its weight is read."""
+
 
 def choose(batch: DecideBatch, draws: torch.Tensor) -> torch.Tensor:
     """[N] int64: samples every decided position on its own, Gumbel-max, or argmax at temperature 0.
@@ -71,8 +75,13 @@ def choose_with_confidence(batch: DecideBatch, draws: torch.Tensor) -> Confidenc
     """`choose`, and how sure that is: by the softmax of the raw logits, without temperature and
     banned ids.
 
-    Where the rows are plain only a piece of the logits exists at a time.
+    Where the rows are plain only a piece of the logits exists at a time. Positions that are final
+    get zeros where `num_open` says that leaving them out is worth it, unless log-probabilities are
+    wanted, for which all logits are multiplied.
     """
+    size = _num_chosen(batch)
+    if size < len(batch.positions):
+        return _choose_open(batch, draws, size)
     factors = batch.logits.factors() if batch.wants.is_plain else None
     if factors is not None:
         return _choose_by_head(batch, draws, *factors)
@@ -81,6 +90,26 @@ def choose_with_confidence(batch: DecideBatch, draws: torch.Tensor) -> Confidenc
     ids = torch.stack((token_ids, sure.token_ids), dim=1)
     chosen, best = logits.gather(1, ids).to(sure.probs.dtype).unbind(1)
     return sure._replace(token_ids=token_ids, probs=sure.probs * (chosen - best).exp())
+
+
+def _num_chosen(batch: DecideBatch) -> int:
+    """How many of the positions are chosen for: all, or those that are open, rounded up where
+    kernels are made for sizes."""
+    count = len(batch.positions)
+    if batch.num_open is None or batch.wants.max_logprobs is not None:
+        return count
+    step = _OPEN_STEP if runs_triton(batch.tables.temperature) else 1
+    return min(count, max(1, -(-batch.num_open // step)) * step)
+
+
+def _choose_open(batch: DecideBatch, draws: torch.Tensor, size: int) -> Confidence:
+    """Of the first `size` positions when those that are open come first. Nothing waits to know
+    which they are."""
+    is_final = batch.tables.fixed[batch.rows, batch.positions]
+    places = is_final.to(torch.uint8).argsort(stable=True)[:size]
+    choice = choose_with_confidence(batch.at(places), draws[places])
+    count = len(is_final)
+    return Confidence(*(one.new_zeros(count).index_copy(0, places, one) for one in choice))
 
 
 def _choose_by_head(

@@ -156,7 +156,9 @@ def _with_copies(columns: Columns) -> tuple[Columns, int]:
     if not num_copies:
         return columns, 0
     copies, zeros = cut(columns, slice(-num_copies, None)), np.zeros(num_copies, dtype=np.int64)
-    copies = copies._replace(decide_start=zeros, decide_stop=zeros, aside=zeros + 1)
+    copies = copies._replace(
+        decide_start=zeros, decide_stop=zeros, aside=zeros + 1, num_fixed=zeros
+    )
     return Columns(*map(np.concatenate, zip(columns, copies, strict=True))), num_copies
 
 

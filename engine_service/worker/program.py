@@ -92,6 +92,7 @@ class StepProgram:
             tables=self.tables.sampling,
             wants=layout.wants,
             max_position=layout.max_position,
+            num_open=layout.num_open,
         )
         batch = replace(batch, logits=masked_logits(batch))
         result: DecideResult = self.strategies[layout.method].decide(batch)

@@ -30,6 +30,8 @@ class DecideLayout:
     """[R] indices into the plan's spans."""
     counts: np.ndarray
     """[R] decided positions per span."""
+    num_open: int
+    """Most of them all that are not final yet."""
     logprob_counts: np.ndarray
     """[R] alternatives the span's request wants; -1: no log-probabilities."""
     wants: Wants
@@ -77,6 +79,7 @@ class Columns(NamedTuple):
     store_from: np.ndarray
     kept: np.ndarray
     aside: np.ndarray
+    num_fixed: np.ndarray
 
 
 def cut(columns: Columns, which: slice | np.ndarray) -> Columns:
@@ -148,6 +151,7 @@ def _decide_part(
         unguided_queries=unguided_queries,
         spans=queries.order[spans],
         counts=counts,
+        num_open=int(counts.sum() - columns.num_fixed[spans].sum()),
         logprob_counts=tables.logprobs_of_row[span_rows],
         wants=tables.wants(span_rows, int(starts.min())),
         max_position=int(positions.max()),

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine_service.sampling import sampler
+from engine_service.worker import graphs
 from tidemill.llm import LLM
 from tidemill.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -91,6 +93,23 @@ def test_blocks_planned_ahead_of_decisions_are_the_same(enforce_eager: bool, see
     foreseen = run("demo-block", prompts, params, foreseen_tokens=0, **config)
     in_line = run("demo-block", prompts, params, overlaps=False, **config)
     assert foreseen == in_line
+
+
+@pytest.mark.parametrize("max_rows", [3, 40])
+def test_a_head_over_open_positions_decides_the_same(
+    max_rows: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a graph and launched, rounded up to kernels' sizes and as few as there are."""
+    prompts, params = requests("demo-block", seed, 60)
+    config = {"dtype": "float32", "max_rows": max_rows, "prefix_caching": False}
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler, "_num_chosen", lambda batch: len(batch.positions))
+        wanted = run("demo-block", prompts, params, **config)
+    monkeypatch.setattr(graphs, "_MANY_FINAL", 1)
+    for step in (sampler._OPEN_STEP, 1):
+        monkeypatch.setattr(sampler, "_OPEN_STEP", step)
+        assert run("demo-block", prompts, params, **config) == wanted
+        assert run("demo-block", prompts, params, enforce_eager=True, **config) == wanted
 
 
 @pytest.mark.parametrize("model", ["demo", "demo-block"])

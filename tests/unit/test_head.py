@@ -29,21 +29,26 @@ EXTRAS = {
 
 
 class Head:
-    """Counts how often all logits are multiplied at once."""
+    """Counts how often all logits are multiplied at once, and notes of how many rows any are."""
 
     vocab_share = None
 
     def __init__(self, weight: torch.Tensor, *, is_product: bool = True) -> None:
         self.weight = weight
         self.num_whole = 0
+        self.rows: list[int] = []
         self._is_product = is_product
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.num_whole += 1
+        self.rows.append(len(hidden))
         return functional.linear(hidden, self.weight)
 
     def head_factors(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        return (hidden, self.weight) if self._is_product else None
+        if not self._is_product:
+            return None
+        self.rows.append(len(hidden))
+        return hidden, self.weight
 
 
 def both_ways(
@@ -135,3 +140,61 @@ def test_known_logits_are_read_as_they_are() -> None:
     known = KnownLogits(logits)
     assert known.whole() is logits
     assert known.factors() is None
+
+
+def some_final(batch: DecideBatch, rng: random.Random, num_padding: int) -> torch.Tensor:
+    """[N] bool, in the tables too; padding comes last and counts as open there."""
+    final = torch.tensor([rng.random() < 0.6 for _ in batch.rows])
+    final[len(final) - num_padding :] = False
+    batch.tables.fixed[batch.rows, batch.positions] = final
+    return final
+
+
+KINDS = {
+    "greedy": [Row()],
+    "hot": [Row(), Row(temperature=1.5, seed=3)],
+    "filtered": [Row(temperature=0.7, seed=4, top_k=5), Row(temperature=1.0, top_p=0.8)],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("slack", [0, 7])
+def test_final_positions_are_left_out_of_the_head(kind: str, slack: int, seed: int) -> None:
+    """Whatever was final when the bound was made, and is by now."""
+    torch.manual_seed(seed)
+    rng, num_padding = random.Random(seed), 6
+    lazy, known, head = both_ways((KINDS[kind] * 50)[:50])
+    is_open = ~some_final(lazy, rng, num_padding)
+    is_open[len(is_open) - num_padding :] = False
+    bound = min(49, int(is_open.sum()) + slack)
+    for batch in (lazy, known):
+        few = dataclasses.replace(batch, num_open=bound)
+        few.tables.fixed[:] = lazy.tables.fixed
+        got, want = (choose_with_confidence(one, draws_of(one)) for one in (few, batch))
+        assert_equal(
+            Confidence(*(one[is_open] for one in got)), Confidence(*(one[is_open] for one in want))
+        )
+        assert (got.probs != 0).sum() == bound
+    assert head.rows == [bound, 50]
+
+
+def test_all_of_them_may_be_final(seed: int) -> None:
+    """As where a prompt pins a whole block."""
+    lazy, _, head = both_ways([Row()] * 5)
+    lazy.tables.fixed[:] = True
+    got = choose_with_confidence(dataclasses.replace(lazy, num_open=0), draws_of(lazy))
+    assert head.rows == [1]
+    assert len(got.probs) == 5
+
+
+def test_control_too_low_a_bound_loses_an_open_position() -> None:
+    lazy, _, _ = both_ways([Row()] * 5)
+    got = choose_with_confidence(dataclasses.replace(lazy, num_open=4), draws_of(lazy))
+    assert [bool(one) for one in got.probs] == [True] * 4 + [False]
+
+
+def test_log_probabilities_are_those_of_every_position() -> None:
+    lazy, _, head = both_ways([Row()] * 5, logprobs=2)
+    few = dataclasses.replace(lazy, num_open=2)
+    assert (choose_with_confidence(few, draws_of(few)).probs > 0).all()
+    assert head.rows == [5]
