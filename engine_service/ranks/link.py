@@ -61,6 +61,9 @@ class Link:
         self._num_sent = num_sent
         self.num_received = num_received
         self._sending = threading.Lock()
+        self._offered: tuple[int, bytes] | None = None
+        self._begun: dict[int, list[bytes]] = {}
+        """Pieces that have come of messages, by kind."""
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -71,11 +74,14 @@ class Link:
             self._send(kind, payload)
 
     def offer(self, kind: int, payload: bytes) -> bool:
-        """`send` of a few bytes, unless it would have to wait; raises LinkLost. For who has
-        something else to look after: what stands in its way is news of this side as well."""
+        """`send` of a few bytes without waiting, for who has something else to look after; raises
+        LinkLost. False: they go between two pieces of what is on its way, or nowhere if there are
+        none to come; the next offer replaces them. What is of their kind is never in pieces."""
+        self._offered = (kind, payload)
         if not self._sending.acquire(blocking=False):
             return False
         try:
+            self._offered = None
             poll = select.poll()
             poll.register(self._sock, select.POLLOUT)
             if not poll.poll(0):
@@ -87,7 +93,6 @@ class Link:
 
     def receive(self) -> tuple[int, bytes]:
         """The next message, (kind, payload); waits for it. Raises LinkLost."""
-        found = []
         while True:
             head = _exactly(self._sock, _HEAD.size + _MAC)
             kind, size, seq = _HEAD.unpack_from(head)
@@ -100,19 +105,25 @@ class Link:
             if seq != self.num_received:
                 raise LinkLost(f"frame {seq} came where {self.num_received} was due")
             self.num_received += 1
-            found.append(piece)
             if not kind & _MORE:
-                return kind, b"".join(found)
+                return kind, b"".join([*self._begun.pop(kind, ()), piece])
+            self._begun.setdefault(kind & ~_MORE, []).append(piece)
 
     def _send(self, kind: int, payload: bytes) -> None:
         for more, piece in _pieces(payload):
-            head = _HEAD.pack(kind | more, len(piece), self._num_sent)
-            mac = hmac.digest(self._sends, head + piece, "sha256")[:_MAC]
-            try:
-                self._sock.sendall(head + mac + piece)
-            except OSError as failure:
-                raise LinkLost(_words(failure)) from failure
-            self._num_sent += 1
+            self._send_frame(kind | more, piece)
+            if more and self._offered:
+                offered, self._offered = self._offered, None
+                self._send_frame(*offered)
+
+    def _send_frame(self, kind: int, piece: bytes) -> None:
+        head = _HEAD.pack(kind, len(piece), self._num_sent)
+        mac = hmac.digest(self._sends, head + piece, "sha256")[:_MAC]
+        try:
+            self._sock.sendall(head + mac + piece)
+        except OSError as failure:
+            raise LinkLost(_words(failure)) from failure
+        self._num_sent += 1
 
     def hand_over(self) -> bytes:
         """What `take_over` needs in a process that inherits the socket. Keys: keep it in memory."""

@@ -100,8 +100,10 @@ def test_an_offer_never_waits() -> None:
         sender = threading.Thread(target=lambda: far.send(2, large))
         sender.start()
         eventually(far._sending.locked, "a message on its way")
+        assert not far.offer(1, b"too old by then")
         assert not far.offer(1, b"in between")
         assert sender.is_alive()
+        assert near.receive() == (1, b"in between")
         assert near.receive() == (2, large)
         sender.join(WAIT_S)
         assert far.offer(1, b"last")
@@ -111,6 +113,34 @@ def test_an_offer_never_waits() -> None:
         far.shut()
         with pytest.raises(LinkLost):
             far.offer(1, b"nobody")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_offers_come_all_through_a_message_that_takes_long(seed: int) -> None:
+    """Pages of KV over a slow network, and signs of life meanwhile: whatever is read of a message,
+    none is older than the pieces that lie in the sockets."""
+    rng = random.Random(seed)
+    large, later = rng.randbytes(40 * _PIECE + 7), rng.randbytes(2 * _PIECE)
+    with linked() as (far, near):
+        sender = threading.Thread(target=lambda: (far.send(2, large), far.send(3, later)))
+        sender.start()
+        eventually(far._sending.locked, "a message on its way")
+        heard, count = [], 0
+        while True:
+            far.offer(1, str(count).encode())
+            count += 1
+            kind, payload = near.receive()
+            if kind != 1:
+                break
+            heard.append(int(payload))
+        assert (kind, payload) == (2, large)
+        assert len(heard) > 2
+        assert heard == sorted(set(heard))
+        while (message := near.receive())[0] == 1:
+            heard.append(int(message[1]))
+        assert message == (3, later)
+        assert heard == sorted(set(heard))
+        sender.join(WAIT_S)
 
 
 def test_a_wrong_secret_is_found_by_who_knocks_and_proves_nothing() -> None:
