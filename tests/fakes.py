@@ -315,8 +315,7 @@ class ToyExecutor:
             wants=self.tables.wants(rows.tolist()),
             num_open=sum(counts) - sum(span.num_fixed for span in picked),
         )
-        fixed = self.tables.sampling.fixed[batch.rows, batch.positions]
-        assert batch.num_open >= int((~fixed).sum()), "open positions that nobody would decide"
+        check_open(batch)
         assert not batch.logits_NV.isnan().any(), "KV that nobody wrote was read"
         batch = replace(batch, logits=masked_logits(batch))
         result = strategy.decide(batch)
@@ -336,6 +335,13 @@ class ToyExecutor:
                 scores.ids.tolist(), scores.logprobs.tolist(), scores.ranks.tolist(), strict=True
             )
         ]
+
+
+def check_open(batch: DecideBatch) -> None:
+    """The bound holds: who chooses for as many positions only leaves no open one out."""
+    fixed = batch.tables.fixed[batch.rows, batch.positions]
+    assert batch.num_open is not None
+    assert batch.num_open >= int((~fixed).sum()), "open positions that nobody would decide"
 
 
 def _decision(result: DecideResult, start: int, stop: int, num_more: int | None) -> Decision:

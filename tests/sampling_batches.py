@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from engine_service.sampling import sampler
 from engine_service.sampling.batch import DecideBatch, Wants
 from engine_service.sampling.head import KnownLogits
 from engine_service.sampling.rng import request_seed
@@ -127,3 +129,9 @@ def on_device(batch: DecideBatch, device: str) -> DecideBatch:
         logits=KnownLogits(batch.logits_NV.to(device)),
         tables=replace(batch.tables, **moved(batch.tables)),
     )
+
+
+def choosing_all() -> Any:
+    """Inside, the head multiplies all decided positions, whatever the host says of how many are
+    open."""
+    return patch.object(sampler, "_num_chosen", lambda batch: len(batch.positions))

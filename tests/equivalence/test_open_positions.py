@@ -19,6 +19,7 @@ from tests.equivalence.shapes import SHAPES
 from tests.equivalence.test_last_layer import make_engine, write
 from tests.equivalence.test_ranks_in_threads import answers
 from tests.equivalence.test_worker_engine import run
+from tests.sampling_batches import choosing_all
 
 MASKED = [
     name
@@ -52,11 +53,6 @@ class Seen:
             return choose(batch, draws)
 
         return patch("engine_service.decoding.reveal.choose_with_confidence", looked)
-
-
-def choosing_all() -> Any:
-    """What is compared with."""
-    return patch.object(sampler, "_num_chosen", lambda batch: len(batch.positions))
 
 
 @pytest.fixture(params=["with log-probabilities", "without"])
