@@ -138,6 +138,20 @@ def test_bench_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
         assert name in text
 
 
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [(".", "is a folder: name a file"), ("missing/x.json", "missing is no folder: make it first")],
+)
+def test_figures_that_have_no_place_are_not_measured(
+    place: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tidemill.bench import kernels  # torch
+
+    monkeypatch.setattr(kernels, "run", lambda _: pytest.fail("measured"))
+    with pytest.raises(FailedPrecondition, match=words):
+        bench.run(["kernels", f"--json={tmp_path / place}"])
+
+
 def test_every_verb_has_its_file() -> None:
     files = {path.stem for path in (ROOT / "tidemill" / "commands").glob("*.py")}
     assert {verb.replace("-", "_") for verb in cli.VERBS} <= files

@@ -6,6 +6,7 @@ know what they measure.
 """
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from tidemill.commands.foreign_flags import ADVICE
 from tidemill.commands.pipes import unread_progress
 from tidemill.commands.spellings import SPELLINGS
 from tidemill.runtime import options
+from tidemill.runtime.errors import FailedPrecondition
 
 
 class Benchmark(NamedTuple):
@@ -93,6 +95,8 @@ def run(argv: Sequence[str]) -> int:
     chosen, report, *engine = options.parse(
         kinds, rest, prog=prog, hidden=hidden, advice=ADVICE, spellings=SPELLINGS
     )
+    if report.json:
+        _check_place(Path(report.json))
     with unread_progress() if report.json else nullcontext():
         figures = module.run(chosen, *engine)
         if report.json:  # whoever reads what follows may have left
@@ -103,3 +107,14 @@ def run(argv: Sequence[str]) -> int:
     else:
         print(json.dumps(figures, indent=2))
     return 0
+
+
+def _check_place(file: Path) -> None:
+    """Raises FailedPrecondition where figures could not be written: before they are measured, which
+    takes minutes."""
+    if file.is_dir():
+        raise FailedPrecondition(f"{file} is a folder: name a file in it", param="json")
+    if not file.parent.is_dir():
+        raise FailedPrecondition(f"{file.parent} is no folder: make it first", param="json")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise FailedPrecondition(f"{file} may not be written: choose another file", param="json")
