@@ -3,10 +3,10 @@
     python -m benchmarks.block_forwards --shape sdar-8b --blocks 4,8,16,32 --requests 1,16,64,128
 
 Every request has `--context` tokens of prompt and reveals one token a step, so that steps are those
-of whole blocks; the output head multiplies all of their positions. What is told is the median step
-in which all requests have one block, host included: the one that opens a block stores the block
-ahead of it too. `--shape qwen3-8b --blocks 1` is the autoregressive step beside it. Random weights,
-bfloat16.
+of whole blocks; the output head multiplies the open half of them, on average, where that pays. What
+is told is the median step in which all requests have one block, host included: the one that opens a
+block stores the block ahead of it too. `--shape qwen3-8b --blocks 1` is the autoregressive step
+beside it. Random weights, bfloat16.
 """
 
 from __future__ import annotations
