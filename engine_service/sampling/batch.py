@@ -104,4 +104,5 @@ class DecideResult:
     ranks: torch.Tensor | None
     """[N] int64, 1 = most likely."""
     confidence: torch.Tensor | None = None
-    """[N] probability of the token chosen; None from methods that do not go by it."""
+    """[N] probability of the token chosen, anything at what was final before; None from methods
+    that do not go by it."""
