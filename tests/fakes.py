@@ -306,7 +306,7 @@ class ToyExecutor:
             for index, span in zip(chosen, picked, strict=True)
         ]
         batch = DecideBatch(
-            logits=KnownLogits(torch.cat(wanted)),
+            logits=ToyLogits(torch.cat(wanted)),
             rows=rows.repeat_interleave(torch.tensor(counts)),
             positions=torch.cat([torch.arange(s.decide_start, s.decide_stop) for s in picked]),
             span_rows=rows,
@@ -335,6 +335,12 @@ class ToyExecutor:
                 scores.ids.tolist(), scores.logprobs.tolist(), scores.ranks.tolist(), strict=True
             )
         ]
+
+
+class ToyLogits(KnownLogits):
+    """As an output head's, of which some positions can be left out."""
+
+    is_known = False
 
 
 def check_open(batch: DecideBatch) -> None:

@@ -38,6 +38,8 @@ class Logits(ABC):
 
     share: VocabShare | None = None
     """Which ids this rank can have by itself; None: there is only the whole."""
+    is_known = False
+    """Whether somebody has multiplied them: then leaving positions out saves nothing."""
 
     def own(self) -> torch.Tensor:
         """[N, room]: of the share alone."""
@@ -59,6 +61,8 @@ class Logits(ABC):
 
 class KnownLogits(Logits):
     """Logits that somebody has multiplied already."""
+
+    is_known = True
 
     def __init__(self, logits_NV: torch.Tensor) -> None:
         self._logits_NV = logits_NV

@@ -96,7 +96,7 @@ def _num_chosen(batch: DecideBatch) -> int:
     """How many of the positions are chosen for: all, or those that are open, rounded up where
     kernels are made for sizes."""
     count = len(batch.positions)
-    if batch.num_open is None or batch.wants.max_logprobs is not None:
+    if batch.num_open is None or batch.logits.is_known or batch.wants.max_logprobs is not None:
         return count
     step = _OPEN_STEP if runs_triton(batch.tables.temperature) else 1
     return min(count, max(1, -(-batch.num_open // step)) * step)
