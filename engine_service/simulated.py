@@ -95,7 +95,7 @@ class SimulatedExecutor:
         return [token(rows[row].seed, offset + shift) for row, offset in pairs]
 
     def _decide(self, span: Span) -> Decision | None:
-        number, _, _, _, _, first, last, score_start, score_stop, *_ = span
+        number, _, _, _, _, first, last, score_start, score_stop, _, _, _, _ = span
         row = self._rows[number]
         if last - first == 1 and row.is_plain:
             return Decision([self.token(row.seed, first)], self._one_final)

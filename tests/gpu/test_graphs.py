@@ -9,6 +9,7 @@ import torch
 
 from engine_service.sampling import sampler
 from engine_service.worker import graphs
+from tests.sampling_batches import choosing_all
 from tidemill.llm import LLM
 from tidemill.sampling_params import SamplingParams, StructuredOutputsParams
 
@@ -102,8 +103,7 @@ def test_a_head_over_open_positions_decides_the_same(
     """Behind a graph and launched, rounded up to kernels' sizes and as few as there are."""
     prompts, params = requests("demo-block", seed, 60)
     config = {"dtype": "float32", "max_rows": max_rows, "prefix_caching": False}
-    with monkeypatch.context() as patch:
-        patch.setattr(sampler, "_num_chosen", lambda batch: len(batch.positions))
+    with choosing_all():
         wanted = run("demo-block", prompts, params, **config)
     monkeypatch.setattr(graphs, "_MANY_FINAL", 1)
     for step in (sampler._OPEN_STEP, 1):
