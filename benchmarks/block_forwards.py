@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -54,9 +55,13 @@ def time_steps(llm: LLM, num_requests: int, num_context: int, block: int) -> lis
     from tidemill.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0.6, max_tokens=_TOKENS, ignore_eos=True)
-    prompts, _ = fixed(num_requests, num_context, _TOKENS)
+    # One token more than is found again, which is whole pages.
+    prompts, _ = fixed(num_requests, num_context + 1, _TOKENS)
+    prompts = [[token % llm.facts.vocab_size for token in prompt] for prompt in prompts]
+    # Known prompts begin in one step, so that all are at the same place of their blocks.
+    llm.generate(prompts, replace(params, max_tokens=1), use_tqdm=False)
     for prompt in prompts:
-        llm.add_request([token % llm.facts.vocab_size for token in prompt], params)
+        llm.add_request(prompt, params)
     launched: list[int] = []
 
     def wrap(launch: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -93,10 +98,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for block in map(int, said.blocks.split(",")):
         params = {} if block == 1 else {"threshold": 2.0}
         config = EngineConfig(dtype="bfloat16", default_params=params)
-        longest = said.context + _TOKENS + 2 * block
+        longest = said.context + 1 + _TOKENS + 2 * block
         with (
             block_shape(said.shape, block) as path,
-            open_engine(config, path, longest=longest, max_rows=max(counts)) as engine,
+            open_engine(
+                config, path, longest=longest, max_rows=max(counts), prefix_caching=True
+            ) as engine,
         ):
             row = found.setdefault(str(block), {})
             for count in counts:

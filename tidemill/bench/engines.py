@@ -101,16 +101,22 @@ class OpenEngine:
 
 @contextmanager
 def open_engine(
-    config: EngineConfig, shape: str | None, *, longest: int, max_rows: int | None = None
+    config: EngineConfig,
+    shape: str | None,
+    *,
+    longest: int,
+    max_rows: int | None = None,
+    prefix_caching: bool = False,
 ) -> Iterator[OpenEngine]:
-    """An LLM for requests of up to `longest` tokens, without prefix caching or a tokenizer.
+    """An LLM for requests of up to `longest` tokens, without a tokenizer; prompts are computed
+    again in every run unless `prefix_caching`.
 
     A shape gets random weights. `longest` and `max_rows` yield to flags of the same meaning.
     """
     if shape is None:
         check_model(config.model)
     with ExitStack() as stack:
-        changes: dict[str, Any] = {"prefix_caching": False}
+        changes: dict[str, Any] = {"prefix_caching": prefix_caching}
         if shape is not None:
             folder = stack.enter_context(shape_folder(shape))
             changes |= {"model": str(folder), "load_format": "dummy"}
