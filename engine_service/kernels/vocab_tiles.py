@@ -1,8 +1,8 @@
 """Rows of logits in tiles, and Gumbel noise for them: device functions that several kernels share.
 
-It launches nothing. Logits are float32, bfloat16 or float16; all arithmetic is float32. `draw_key`
-and `gumbel_noise` are the device halves of sampling/rng.py: the same integers, and logarithms that
-differ in the last bits.
+It launches nothing. Logits are float32, bfloat16 or float16; all arithmetic is float32. `draw_key`,
+`unit_number` and `gumbel_noise` are the device halves of sampling/rng.py: the same integers, and
+logarithms that differ in the last bits.
 """
 
 from __future__ import annotations
@@ -90,6 +90,16 @@ def _ln(x: tl.tensor, HARDWARE_LOG: tl.constexpr) -> tl.tensor:
 
 
 @jit
+def unit_number(ids: tl.tensor, key: tl.tensor) -> tl.tensor:
+    """rng.uniform at int32 ids of one stream, or of as many streams as there are ids."""
+    low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    word = _scramble(_scramble(ids.to(tl.uint32) ^ low) ^ high)
+    # (word + 0.5) / 2^32: scaling by a power of two rounds nothing, so one fused step is the same.
+    u = tl.fma(word.to(tl.float32), 2.3283064365386963e-10, 1.1641532182693481e-10)
+    return tl.minimum(u, 0.999999940395355)
+
+
+@jit
 def gumbel_noise(ids: tl.tensor, key: tl.tensor, HARDWARE_LOG: tl.constexpr) -> tl.tensor:
     """rng.gumbel at int32 ids of one stream: -ln(-ln(1 - u)).
 
@@ -97,11 +107,7 @@ def gumbel_noise(ids: tl.tensor, key: tl.tensor, HARDWARE_LOG: tl.constexpr) -> 
     seven terms of its series; elsewhere and outside, the approximation of the hardware (absolute
     error 2^-22 near 1) moves a score by less than the rounding of a sum of 16.
     """
-    low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    word = _scramble(_scramble(ids.to(tl.uint32) ^ low) ^ high)
-    # (word + 0.5) / 2^32: scaling by a power of two rounds nothing, so one fused step is the same.
-    u = tl.fma(word.to(tl.float32), 2.3283064365386963e-10, 1.1641532182693481e-10)
-    u = tl.minimum(u, 0.999999940395355)
+    u = unit_number(ids, key)
     series = tl.fma(u, 1 / 7, 1 / 6)
     series = tl.fma(u, series, 1 / 5)
     series = tl.fma(u, series, 1 / 4)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine_service.decoding import reveal as device_half
+from engine_service.decoding import settle
 from engine_service.decoding.block_diffusion import BlockDiffusion
 from tests.equivalence.harness import BLOCK, Setup, ToyEngine
 from tests.equivalence.references import (
@@ -183,7 +184,7 @@ def test_control_draws_by_the_place_in_the_batch_are_noticed() -> None:
     def by_place(keys: torch.Tensor, _: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return (torch.arange(len(keys), dtype=dtype) * 0.618 + 0.1 * len(keys)).frac()[:, None]
 
-    with patch.object(device_half, "uniform", by_place):
+    with patch.object(settle, "uniform", by_place):
         crowds = [crowd(number)[:2] for number in (3, 4)]
     assert any(together != apart for together, apart in crowds)
 
@@ -220,7 +221,7 @@ def test_control_an_adaptive_block_cannot_be_taken_up_half_way() -> None:
 
     def forget(self: Any, rows: list[int], *args: Any, **kwargs: Any) -> None:
         real(self, rows, *args, **kwargs)
-        self._adapted[rows] = 0.9
+        self._state.rows.adapted[rows] = 0.9
 
     with (
         patch.object(device_half.RevealTables, "admit", forget),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_service.decoding import reveal, rules
+from engine_service.decoding import rules, settle
 from engine_service.decoding.block_diffusion import BlockDiffusion
 from engine_service.decoding.reveal import RevealTables
 from engine_service.decoding.reveal_knobs import RevealKnobs, read_knobs, remembers
@@ -214,7 +214,7 @@ def test_rows_with_blocks_and_rules_of_their_own(
     looks: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not looks:
-        for module in (rules, reveal):
+        for module in (rules, settle):
             monkeypatch.setattr(module, "present", lambda _, kinds: set(kinds))
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -242,8 +242,9 @@ def test_rows_with_blocks_and_rules_of_their_own(
                 num_blocks += 1
             elif rng.random() < 0.2 and not remembers(RevealKnobs(**block.knobs)):
                 # Somebody else had the row meanwhile.
-                device_half._rules[row], device_half._limits[row] = 1, 0.5
-                device_half._progress[row] = 3
+                states = device_half._state.rows
+                states.rules[row], states.limits[row] = 1, 0.5
+                states.progress[row] = 3
                 admit(device_half, [row], [block])
                 resumed += 1
     assert num_blocks > 100
@@ -273,7 +274,7 @@ def test_the_adaptive_threshold_moves_within_its_limits(seed: int) -> None:
         for _ in range(20):
             count = rng.randint(few, many)
             take = torch.arange(10)[None] < count
-            threshold = reveal._adapt(threshold, take, masked)
+            threshold = settle.adapt(threshold, take, masked)
             slow = slow_adapt(slow, count, 10)
             assert threshold.item() == slow
         assert slow == {2: 0.1, 7: START, 10: 0.9 if few else slow}[many]
