@@ -95,11 +95,12 @@ class OnDevice:
 
     def settle(self, choice: Confidence) -> Settled:
         tables = self._batch.tables
+        found = (choice.token_ids, choice.probs, choice.margin, choice.entropy)
         made = reveal_triton(
             self._spans,
             self._state.rows,
             RowTokens(tables.tokens, tables.fixed, tables.prompt_lens, tables.seeds),
-            Choice(choice.token_ids, choice.probs, choice.margin, choice.entropy),
+            Choice(*(one.contiguous() for one in found)),
             width=self._width,
             mask_token_id=self._state.mask_token_id,
             eos_token_ids=self._state.eos_token_ids,

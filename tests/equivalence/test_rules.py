@@ -274,3 +274,12 @@ def test_every_rule_equals_the_reference(name: str, seed: int) -> None:
     for key, (prompt, knobs) in asked.items():
         wanted = reference_block(model, prompt, 20, SIZE, knobs, seed=seed)
         assert engine.results[key].tokens == wanted
+
+
+@pytest.mark.parametrize("name", ["threshold", "low_confidence_dynamic", "adaptive"])
+def test_rules_by_the_kernel_equal_the_reference(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an engine; number for number they are compared in tests/kernels/test_reveal.py."""
+    monkeypatch.setattr(settle, "runs_triton", lambda _: True)
+    test_every_rule_equals_the_reference(name, seed)

@@ -43,6 +43,8 @@ BACKEND_BOUND = 1e-2
 """bfloat16: of the largest logit, between two attention libraries over the same weights."""
 FORMAT_FACTOR = 1.5
 """A model in bfloat16: how many times its distance from float32 two libraries may be apart."""
+NUM_PROMPTS = 12
+"""Over which that is taken on average."""
 KERNEL_BOUND = 3e-2
 """bfloat16: of the largest logit, against float32 over the same weights."""
 EXACT_BOUND = 2e-5
@@ -218,16 +220,26 @@ def test_control_a_small_mistake_exceeds_the_bound(
 def test_a_bfloat16_model_differs_by_no_more_than_its_format(
     model: str, wide: Path, seed: int, record_property: Callable[[str, object], None]
 ) -> None:
+    """On average over prompts: of one, the format's own distance is 0.008 to 0.022 by luck."""
     source = wide if model == "wide" else model
     ours = load(source, torch.bfloat16)
-    want = all_logits(runner_of(ours, "reference", seed), seed)
-    exact = all_logits(runner_of(copy_of(ours, source, torch.float32), "reference", seed), seed)
-    of_format = difference(want, exact)
-    record_property(f"{model} format", of_format)
-    for name in libraries(ours, torch.bfloat16):
-        off = difference(all_logits(runner_of(ours, name, seed), seed), want)
-        record_property(f"{model} {name}", off)
-        assert off <= max(BACKEND_BOUND, FORMAT_FACTOR * of_format), f"{name} is off by {off}"
+    exact = copy_of(ours, source, torch.float32)
+    off: dict[str, list[float]] = {
+        name: [] for name in ("format", *libraries(ours, torch.bfloat16))
+    }
+    for prompts in range(seed, seed + NUM_PROMPTS):
+        want = all_logits(runner_of(ours, "reference", prompts), prompts)
+        for name, found in off.items():
+            runner = (
+                runner_of(exact, "reference", prompts)
+                if name == "format"
+                else runner_of(ours, name, prompts)
+            )
+            found.append(difference(all_logits(runner, prompts), want))
+    mean = {name: sum(found) / len(found) for name, found in off.items()}
+    record_property(model, mean)
+    bound = max(BACKEND_BOUND, FORMAT_FACTOR * mean["format"])
+    assert max(mean.values()) <= bound, mean
 
 
 @pytest.mark.parametrize("model", ["demo", "demo-block", "wide"])

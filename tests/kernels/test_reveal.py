@@ -142,8 +142,10 @@ def test_blocks_of_many_lengths_and_rules(width: int, seed: int) -> None:
 def test_longer_blocks_are_refused(seed: int) -> None:
     bench = Bench(seed, ["threshold"], MAX_BLOCK + 1)
     batch = bench.batch()
+    there, rows = replace(moved(batch), tables=moved(batch.tables)), moved(bench.half._state.rows)
+    state = replace(bench.half._state, rows=rows, eos_token_ids=torch.tensor(EOS).to(device))
     with pytest.raises(AssertionError, match=f"blocks of {MAX_BLOCK + 1}"):
-        OnDevice(batch, bench.half._state, MAX_BLOCK + 1).settle(bench.choice(len(batch.rows)))
+        OnDevice(there, state, MAX_BLOCK + 1).settle(moved(bench.choice(len(batch.rows))))
 
 
 @pytest.mark.parametrize("field", ["rules", "limits", "progress", "adapted"])
