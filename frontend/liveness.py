@@ -13,8 +13,10 @@ from tidemill.runtime.errors import InvalidRequest
 _TICK_S = 0.25
 SIGN_S = 0.3
 """A frontend sends something this often: only what was sent can stay unacknowledged."""
-UNANSWERED_MS = 1200
-"""A host that acknowledges nothing for so long is cut off, whether its engine lives or not."""
+UNANSWERED_MS = 1000
+"""A host that acknowledges nothing for so long is cut off, whether its engine lives or not. Linux
+sends again after 0.2, 0.4 and 0.85 s and counts from the second of these: 1.2 s would be no more
+tries, only the same verdict later."""
 _LEAST_S = 1.0
 """Of two reports one may be late."""
 _DOUBT = 0.5
