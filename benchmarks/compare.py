@@ -2,7 +2,8 @@
 
     python -m benchmarks.compare OURS.json ... [--peer PEER.json ...]
 
-A set is matched by shape, number of GPUs and name. It measures nothing.
+A set is matched by shape, number of GPUs and name. Where ours were measured on one GPU and on
+several, how much faster several are stands beside them. It measures nothing.
 """
 
 from __future__ import annotations
@@ -53,10 +54,13 @@ def _rows(results: Iterable[dict[str, Any]]) -> Iterator[tuple[Key, dict[str, An
 
 
 def table(ours: list[dict[str, Any]], peers: list[dict[str, Any]]) -> list[str]:
-    """Lines of Markdown; `of bound` is bound / seconds, `ratio` the peer's seconds over ours."""
-    theirs = dict(_rows(peers))
+    """Lines of Markdown; `of bound` is bound / seconds, `ratio` the peer's seconds over ours, and
+    `efficiency` the seconds of one GPU over those of all GPUs together."""
+    theirs, alone = dict(_rows(peers)), dict(_rows(ours))
+    is_scaled = any(key.gpus > 1 and key._replace(gpus=1) in alone for key in alone)
     engines = sorted({str(one.get("engine")) for one in peers})
     heads = ["shape", "GPUs", "set", "bound s", "seconds", "of bound", "tok/s in", "tok/s out"]
+    heads += ["of one GPU", "efficiency"] if is_scaled else []
     heads += [f"{', '.join(engines)} s", "ratio"] if peers else []
     lines = [_line(heads), _line(["---"] * len(heads))]
     for key, row in _rows(ours):
@@ -71,12 +75,21 @@ def table(ours: list[dict[str, Any]], peers: list[dict[str, Any]]) -> list[str]:
             f"{row['prompt_tokens_per_s']:,.0f}",
             f"{row['output_tokens_per_s']:,.0f}",
         ]
+        if is_scaled:
+            cells += _scaling(row["seconds"], alone.get(key._replace(gpus=1)), key.gpus)
         if peers:
             peer = theirs.get(key)
             found = peer and [f"{peer['seconds']:.3f}", f"{peer['seconds'] / row['seconds']:.2f}x"]
             cells += found or ["-", "-"]
         lines.append(_line(cells))
     return lines
+
+
+def _scaling(seconds: float, alone: dict[str, Any] | None, gpus: int) -> list[str]:
+    if alone is None:
+        return ["-", "-"]
+    speedup = alone["seconds"] / seconds
+    return [f"{speedup:.2f}x", f"{speedup / gpus:.2f}"]
 
 
 def _line(cells: list[str]) -> str:

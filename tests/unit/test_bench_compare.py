@@ -60,3 +60,22 @@ def test_without_a_peer_there_is_no_ratio(
 
 def test_files_of_other_benchmarks_are_refused(tmp_path: Path) -> None:
     assert compare.main([result(tmp_path / "a.json", {})]) == 1
+
+
+def test_several_gpus_stand_beside_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = result(tmp_path / "a.json", {"one": 6.0})
+    two = result(tmp_path / "b.json", {"one": 4.0, "two": 3.0}, gpus=2)
+    assert compare.main([one, two]) == 0
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    assert head.endswith("| of one GPU | efficiency |")
+    ends = [row.split(" | ")[-2:] for row in rows]
+    assert ends == [["1.00x", "1.00 |"], ["1.50x", "0.75 |"], ["-", "- |"]]
+
+
+def test_several_gpus_alone_have_no_efficiency(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [result(tmp_path / "a.json", {"one": 4.0}, gpus=2)]
+    files += [result(tmp_path / "b.json", {"one": 6.0}, shape="qwen3-32b")]
+    assert compare.main(files) == 0
+    assert "efficiency" not in capsys.readouterr().out

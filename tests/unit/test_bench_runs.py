@@ -12,6 +12,7 @@ import pytest
 
 from engine_service.config import EngineConfig
 from engine_service.core.messages import StepOutput
+from engine_service.kernels import peer_sum
 from tidemill.bench import batching, latency, step, throughput
 from tidemill.bench.engines import open_engine
 from tidemill.bench.probe import Arrivals, counted, replaced, timed, watch_kv
@@ -202,6 +203,18 @@ def test_kernel_names_are_shortened() -> None:
     assert step.short_name(long) == "at::native::softmax"
     assert step.short_name("_rms_norm_kernel") == "_rms_norm_kernel"
     assert step.short_name("Memcpy DtoH (Device -> Pinned)") == "Memcpy DtoH"
+
+
+def test_collectives_have_a_share_of_their_own() -> None:
+    """Of two ranks, by the names that the profiler tells."""
+    library = step.short_name("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)")
+    spent = {library: 1.0, peer_sum._add_parts_kernel.__name__: 0.5, "_rms_norm_kernel": 2.5}
+    assert step.collective_time(spent) == 1.5
+    device = {"kernel_ms": 4.0, "collective_ms": 1.5, "kernels": []}
+    lines = step.table({"phases_ms": {"step": 5.0}, "device": device})
+    assert ("collectives", "    1.500 ms of it, 37.5%") in lines
+    alone = device | {"collective_ms": 0.0}
+    assert all(name != "collectives" for name, _ in step.table({"phases_ms": {}, "device": alone}))
 
 
 class Clock:

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _SLACK = 8
 """Steps between the last prompt and the first measured step, and behind the last one."""
+_COLLECTIVES = re.compile(r"nccl|_add_parts_kernel")
+"""Kernels in which ranks wait for each other: NCCL's, and sums over memory of peers."""
 _LEAST_TOKEN_BUDGET = 1024
 """The smallest default of --token-budget."""
 
@@ -137,7 +140,8 @@ def _profile(llm: LLM, steps: int) -> dict[str, Any] | None:
     """Kernel time per step by name; None without a CUDA device.
 
     The profiler slows the host down, so `profiled_step_ms` is longer than a step. Kernels that
-    overlap count in full, each from its own start.
+    overlap count in full, each from its own start. Of several ranks it sees rank 0; in collectives
+    it waits for the others too.
     """
     import torch
 
@@ -161,6 +165,7 @@ def _profile(llm: LLM, steps: int) -> dict[str, Any] | None:
     return {
         "profiled_step_ms": round(seconds * 1e3 / steps, 4),
         "kernel_ms": round(sum(total.values()) / steps, 4),
+        "collective_ms": round(collective_time(total) / steps, 4),
         "kernels": [
             {
                 "name": name,
@@ -170,6 +175,11 @@ def _profile(llm: LLM, steps: int) -> dict[str, Any] | None:
             for name in ordered
         ],
     }
+
+
+def collective_time(spent: Mapping[str, float]) -> float:
+    """The part of the kernels' time that goes by in collectives; keys are short names."""
+    return sum(time for name, time in spent.items() if _COLLECTIVES.match(name))
 
 
 def short_name(kernel: str) -> str:
@@ -185,6 +195,9 @@ def table(result: dict[str, Any]) -> list[tuple[str, str]]:
     if device is None:
         return lines
     lines.append(("device", f"{device['kernel_ms']:9.3f} ms of kernels a step"))
+    if device["collective_ms"]:
+        share = device["collective_ms"] / device["kernel_ms"]
+        lines.append(("collectives", f"{device['collective_ms']:9.3f} ms of it, {share:.1%}"))
     for row in device["kernels"][:15]:
         lines.append((f"  {row['ms']:.4f} ms x{row['calls']:g}", row["name"]))
     return lines
