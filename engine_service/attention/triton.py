@@ -110,8 +110,8 @@ class TritonBackend(AttentionBackend):
         max_keys = batch.max_kv_len
         if window is not None:
             max_keys = min(max_keys, window + batch.max_query_len)
-        heads = self.shape.num_kv_heads
-        num_splits = count_splits(num_spans, heads, max_keys, num_sms=_num_sms(device))
+        heads, num_sms = self.shape.num_kv_heads, _num_sms(device)
+        num_splits = count_splits(num_spans, heads, max_keys, block_m=block_m, num_sms=num_sms)
         if num_splits == 1:
             return None
         return new_parts(num_spans, heads, num_splits, block_m, self.shape.head_dim, device)

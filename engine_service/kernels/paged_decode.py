@@ -10,6 +10,7 @@ of two.
 from __future__ import annotations
 
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -36,9 +37,10 @@ from engine_service.kernels.paged_tiles import (
 
 _MIN_SPLIT_KEYS = 256
 """Fewer keys are read faster than their part is handed over."""
-_PROGRAMS_PER_SM = 3
-"""Programs that a multiprocessor holds at a time: more wait, and even those that find no keys cost
-0.2 us each."""
+_PROGRAMS_PER_SM = MappingProxyType({16: 3, 32: 2, 64: 2, 128: 1})
+"""Programs that a multiprocessor holds at a time, by rows of a tile: so many fit its registers and
+shared memory as compiled for compute capability 9.0, 16 bit and head size 128. More wait, and even
+those that find no keys cost 0.2 us each."""
 _MAX_SPLITS = 16
 """More parts take longer to combine than they save."""
 
@@ -72,10 +74,12 @@ def short_tiles(block_m: int, head_dim: int, dtype: torch.dtype, num_programs: i
     return Tiles(block_m, block_n, 4 if block_m < 128 else 8, 3)
 
 
-def count_splits(num_spans: int, num_kv_heads: int, max_kv_len: int, *, num_sms: int) -> int:
+def count_splits(
+    num_spans: int, num_kv_heads: int, max_kv_len: int, *, block_m: int, num_sms: int
+) -> int:
     """Programs launched per span and key-value head: one wave over the device, none with fewer keys
     than it pays. A span uses as many of them as it has keys for."""
-    fitting = _PROGRAMS_PER_SM * num_sms // max(num_spans * num_kv_heads, 1)
+    fitting = _PROGRAMS_PER_SM[block_m] * num_sms // max(num_spans * num_kv_heads, 1)
     return max(1, min(fitting, _MAX_SPLITS, max_kv_len // _MIN_SPLIT_KEYS))
 
 

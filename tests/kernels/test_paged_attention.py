@@ -360,8 +360,17 @@ def test_rows_of_short_queries() -> None:
 
 
 def test_splits_fill_the_device_and_stay_worth_it() -> None:
-    assert count_splits(1, 8, 300, num_sms=132) == 1
-    assert count_splits(1, 8, 2000, num_sms=132) == 7
-    assert count_splits(1, 8, 100_000, num_sms=132) == 16
-    assert count_splits(8, 8, 16_384, num_sms=132) == 6
-    assert count_splits(256, 8, 4096, num_sms=132) == 1
+    one_query = partial(count_splits, block_m=16, num_sms=132)
+    assert one_query(1, 8, 300) == 1
+    assert one_query(1, 8, 2000) == 7
+    assert one_query(1, 8, 100_000) == 16
+    assert one_query(8, 8, 16_384) == 6
+    assert one_query(256, 8, 4096) == 1
+
+
+def test_larger_tiles_are_split_less_often() -> None:
+    """Sixteen blocks of 16, 32 and more queries: fewer of their programs run at once."""
+    splits = [count_splits(16, 8, 4096, block_m=rows, num_sms=132) for rows in (16, 32, 64, 128)]
+    assert splits == [3, 2, 2, 1]
+    assert count_splits(1, 8, 1024, block_m=128, num_sms=132) == 4
+    assert count_splits(200, 8, 4096, block_m=128, num_sms=132) == 1
