@@ -114,9 +114,9 @@ def check_steps(bench: Bench, num_steps: int) -> int:
         theirs = replace(state, rows=rows, eos_token_ids=state.eos_token_ids.to(device))
         was_fixed = batch.tables.fixed.clone()
         slow, fast = InTorch(batch, state, bench.width), OnDevice(there, theirs, bench.width)
+        want, got = slow.settle(choice), fast.settle(moved(choice))
         real = int(batch.cu_decide[-3])
         assert fast.draws[:real].tolist() == slow.draws[:real].tolist()
-        want, got = slow.settle(choice), fast.settle(moved(choice))
         assert got.token_ids[:real].tolist() == want.token_ids[:real].tolist()
         assert got.final[:real].tolist() == want.final[:real].tolist()
         # All lines but that of padding.
