@@ -17,7 +17,7 @@ import torch.distributed as dist
 from engine_service.composition import compose
 from engine_service.config import EngineConfig
 from engine_service.distributed import Place
-from tests.equivalence.test_worker_engine import run
+from tests.equivalence.engine_runs import run
 
 
 def tokens_of(case: dict[str, Any], place: Place, store: dist.Store | None, num_stages: int) -> Any:

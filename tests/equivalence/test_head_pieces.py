@@ -11,8 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_service.sampling import sampler
+from tests.equivalence.engine_runs import run
 from tests.equivalence.test_worker_canvas import write_llada
-from tests.equivalence.test_worker_engine import as_sdar, make_engine, make_prompts, run
+from tests.equivalence.test_worker_engine import as_sdar, make_engine, make_prompts
 from tests.models.checkpoints import SIZES, Case, write
 
 VOCAB, PIECE, ANSWER = SIZES["vocab_size"], 100, 16

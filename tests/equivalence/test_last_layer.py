@@ -19,10 +19,10 @@ from engine_service.core.params import PoolChoice
 from engine_service.core.step import FULL, Span
 from engine_service.worker.batch import ForwardBatch
 from tests.equivalence import pooling
+from tests.equivalence.engine_runs import run
 from tests.equivalence.ranks_in_threads import run_ranks
 from tests.equivalence.shapes import SHAPES, Shape
 from tests.equivalence.test_ranks_in_threads import answers
-from tests.equivalence.test_worker_engine import run
 from tests.models.checkpoints import load
 from tests.models.paged import PagedRunner, PageTable, causal
 

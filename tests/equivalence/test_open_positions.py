@@ -14,11 +14,11 @@ from engine_service.composition import Engine
 from engine_service.sampling import sampler
 from engine_service.sampling.batch import DecideBatch
 from tests.equivalence import test_ranks_in_threads
+from tests.equivalence.engine_runs import run
 from tests.equivalence.ranks_in_threads import run_ranks
 from tests.equivalence.shapes import SHAPES
 from tests.equivalence.test_last_layer import make_engine, write
 from tests.equivalence.test_ranks_in_threads import answers
-from tests.equivalence.test_worker_engine import run
 from tests.sampling_batches import choosing_all
 
 MASKED = [

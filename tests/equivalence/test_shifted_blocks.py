@@ -11,9 +11,10 @@ import torch
 from engine_service.core.step import Span
 from engine_service.core.strategy import Budget, View
 from engine_service.decoding.block_diffusion import BlockDiffusion
+from tests.equivalence.engine_runs import run
 from tests.equivalence.harness import BLOCK, Setup, ToyEngine
 from tests.equivalence.references import random_knobs, random_prompt, reference_block
-from tests.equivalence.test_worker_engine import SETUPS, Dense, make_engine, make_prompts, run
+from tests.equivalence.test_worker_engine import SETUPS, Dense, make_engine, make_prompts
 from tests.fakes import MASK, ToyModel
 from tests.models.checkpoints import Case, write
 

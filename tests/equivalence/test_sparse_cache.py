@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from engine_service.kernels import keep_keys
+from tests.equivalence.engine_runs import run
 from tests.equivalence.oracles_dense import DenseLLaDA
 from tests.equivalence.oracles_fast_dllm import threshold_rule
 from tests.equivalence.oracles_sparse import sparse_generate
 from tests.equivalence.test_worker_canvas import ANSWER, MASK, write_llada
-from tests.equivalence.test_worker_engine import make_engine, make_prompts, run
+from tests.equivalence.test_worker_engine import make_engine, make_prompts
 
 TIGHT = {"page_size": 8, "num_pages": 24, "token_budget": 96}
 """Fewer pages than all requests of a test would take at once."""

@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.equivalence.engine_runs import run
 from tests.equivalence.oracles_dense import DenseLLaDA
 from tests.equivalence.oracles_dream import dream_sample
 from tests.equivalence.oracles_fast_dllm import fast_dllm_generate, threshold_rule
 from tests.equivalence.oracles_llada import llada_generate
-from tests.equivalence.test_worker_engine import Dense, make_engine, make_prompts, run
+from tests.equivalence.test_worker_engine import Dense, make_engine, make_prompts
 from tests.models.checkpoints import SIZES, Case, write
 from tidemill.runtime.errors import InvalidRequest
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import struct
-from array import array
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,7 @@ import torch
 
 from engine_service.composition import Engine, compose
 from engine_service.config import EngineConfig
-from engine_service.core.messages import Submit
-from engine_service.core.params import DecodingChoice, SamplingParams
+from tests.equivalence.engine_runs import run
 from tests.equivalence.references import random_knobs, reference_block
 from tests.fakes import MASK
 from tests.models.checkpoints import SIZES, Case, write
@@ -62,37 +59,6 @@ def models(tmp_path_factory):
 def make_engine(folder: Path, **flags: object) -> Engine:
     settings = {"device": "cpu", "max_rows": 4, "max_model_len": 96, "max_logprobs": 20, **flags}
     return compose(EngineConfig(model=str(folder), **settings), lambda *stage: None)
-
-
-def run(engine: Engine, prompts: list[list[int]], count: int, knobs=None, **sampling):
-    """Tokens of every prompt, and how often somebody was preempted."""
-    outputs: list[list[int]] = [[] for _ in prompts]
-    preemptions = finished = 0
-    for key, prompt in enumerate(prompts):
-        wishes = {"temperature": 0.0, "ignore_eos": True, "max_tokens": count} | sampling
-        engine.scheduler.submit(
-            Submit(
-                key=key,
-                request_id=str(key),
-                prompt=struct.pack(f"<{len(prompt)}I", *prompt),
-                sampling=SamplingParams(**wishes),
-                decoding=DecodingChoice(params=knobs[key] if knobs else {}),
-            )
-        )
-    while finished < len(prompts):
-        plan = engine.scheduler.schedule()
-        engine.scheduler.apply(plan, engine.executor.collect(engine.executor.launch(plan)))
-        engine.scheduler.check_integrity()
-        output = engine.scheduler.emit()
-        if output is None:
-            continue
-        tokens = iter(array("I", output.token_ids))
-        for key, size in zip(output.keys, output.counts, strict=True):
-            outputs[key] += [next(tokens) for _ in range(size)]
-        for _, finish in output.finished:
-            finished += 1
-            preemptions += finish.usage.preemptions
-    return outputs, preemptions
 
 
 def reference_ar(model: Dense, prompt: list[int], count: int) -> list[int]:
