@@ -1,4 +1,6 @@
 # One verb per habit; every verb sets up what it needs. `make` alone lists them.
+# Some machines forbid bytecode to be kept: every process would compile all of torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 VENV ?= .venv
 PYTHON ?= python3
 LOCK ?= requirements/cpu.lock
