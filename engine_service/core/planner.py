@@ -40,6 +40,8 @@ class Planner:
         self.waiting = FairQueue()
         self._free_rows = list(range(limits.max_rows - 1, -1, -1))
         self._catch_up_first = False
+        self._is_short = False
+        """Decoding rows found no budget in the last plan: they lead in the next one."""
         self._now = 0
         """Of the plan that is being made."""
         self._waits_for_pages = False
@@ -138,11 +140,7 @@ class Planner:
         """
         self._plan_convoy(draft)
         members = self.convoy.members
-        ready = [
-            request
-            for key, request in self._running.items()
-            if key not in members and request.ending is None
-        ]
+        ready = [r for key, r in self._running.items() if key not in members and r.ending is None]
         catching_up = [request for request in ready if not request.decoding]
         decoding = [request for request in ready if request.decoding] if catching_up else ready
         size = sum(r.launched.num_tokens for r in decoding if r.decoding and r.launched)
@@ -154,8 +152,9 @@ class Planner:
             if request.row >= 0 and not self._extend(request, draft, aged_before, beside_step):
                 left_out[request.key] = request
         self._catch_up_first = bool(catching_up) and not any(map(draft.has, catching_up))
-        if any(request.decoding for request in left_out.values()):
-            leading = {key: r for key, r in left_out.items() if r.decoding and r.row >= 0}
+        leading = {key: r for key, r in left_out.items() if r.decoding and r.row >= 0}
+        self._is_short = bool(leading)
+        if leading:
             self._running = leading | self._running
         return not left_out and not draft.has_dropped
 
@@ -164,7 +163,8 @@ class Planner:
         others, where somebody would have to go without."""
         convoy = self.convoy
         convoy.leave_ended()
-        if self._catch_up_first or not draft.reserve(len(convoy), beside=len(self._running)):
+        others_first = self._catch_up_first or self._is_short
+        if others_first or not draft.reserve(len(convoy), beside=len(self._running)):
             for request in list(convoy.members.values()):
                 convoy.leave(request)
         for request, num_tokens in convoy.lacking():

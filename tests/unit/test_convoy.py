@@ -24,6 +24,8 @@ from engine_service.core.scheduler import Scheduler
 from engine_service.core.strategy import ExecutorLimits, ModelFacts
 from engine_service.decoding.autoregressive import Autoregressive
 from engine_service.simulated import SimulatedExecutor
+from tests.equivalence.harness import AR, BLOCK, Setup, ToyEngine
+from tests.fakes import ToyModel
 
 VOCAB = 50
 MAX_LEN = 96
@@ -225,6 +227,21 @@ def test_every_answer_is_the_same_where_rows_or_pages_are_short(
                 assert ends[0].usage.output_tokens == ends[1].usage.output_tokens
     assert num_steady > 200
     assert num_preempted or size is SHORT, "pages never ran short"
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_whoever_finds_no_budget_beside_the_convoy_leads_next(overlaps: bool) -> None:
+    """A block that wants all logits of a step takes turns with a row that wants one of them."""
+    setup = Setup(block=8, logit_budget=8, max_model_len=96, overlaps=overlaps)
+    engine = ToyEngine(ToyModel(), setup)
+    long = engine.submit([1, 2, 3], 80, AR)
+    while not len(engine.scheduler.planner.convoy):
+        engine.step()
+    short = engine.submit([4, 5, 6], 16, BLOCK, {"remasking": "random", "steps": 8})
+    while not engine.results[short].finishes:
+        engine.step()
+    assert len(engine.results[long].tokens) < 40, "it had to wait for the other's end"
+    engine.run()
 
 
 Broken = Callable[[pytest.MonkeyPatch], None]
