@@ -25,7 +25,8 @@ MAX_MARKS = 60
 
 
 class Ending(NamedTuple):
-    """Why a request ends. `output_tokens` overrides the count that usage reports."""
+    """Why a request ends. `output_tokens`: behind how many, pinned ones among them, if earlier than
+    what was told of it; usage counts no others."""
 
     reason: FinishReason
     detail: str = ""
@@ -208,9 +209,9 @@ class Request:
         started = now_ns if self.started_ns is None else self.started_ns
         first_token = now_ns if self.first_token_ns is None else self.first_token_ns
         told_len = max(self.told_len, len(self.committed))
-        output_tokens = told_len - self.prompt_len - num_pinned_before(self.pinned, told_len)
         if ending.output_tokens is not None:
-            output_tokens = min(output_tokens, ending.output_tokens)
+            told_len = min(told_len, self.prompt_len + ending.output_tokens)
+        output_tokens = told_len - self.prompt_len - num_pinned_before(self.pinned, told_len)
         usage = Usage(
             prompt_tokens=self.prompt_len,
             cached_tokens=self.cached_tokens,

@@ -302,3 +302,14 @@ def test_canvases_show_pinned_tokens_from_the_start() -> None:
                 assert (token, fixed) == (asked.pinned[position], True)
                 seen.add(position)
     assert seen == set(asked.pinned)
+
+
+def test_usage_of_a_text_cut_at_a_stop_string_leaves_out_what_was_pinned_before() -> None:
+    engine = ToyEngine(ToyModel(), Setup(block=8))
+    pinned = tuple((position, 3) for position in (4, 5, 6, 20))
+    key = engine.submit([1, 2, 3, 4], 20, BLOCK, pinned=pinned)
+    while len(engine.results[key].tokens) < 12:
+        engine.step()
+    engine.abort(key, reason=FinishReason.STOP_STRING, completion_tokens=5)
+    engine.run()
+    assert engine.results[key].finish.usage.output_tokens == 5 - 3
