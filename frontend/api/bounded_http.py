@@ -1,7 +1,7 @@
 """uvicorn's HTTP protocol with bounds for what a client makes us keep, and how long it may take.
 
-uvicorn and httptools keep a head of any size, and wait for the rest of a request for ever. It does
-not know what is asked.
+uvicorn and httptools keep a head of any size, and wait for the rest of a request for ever. Where a
+request offers another protocol they lose its body. It does not know what is asked.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from functools import partial
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 << 10
@@ -33,10 +34,13 @@ class BoundedHttp(HttpToolsProtocol):
 
     def __init__(self, *given: Any, read_timeout_s: float, **named: Any) -> None:
         super().__init__(*given, **named)
+        self.parser: Any = _Http1(self)
         self._read_timeout_s = read_timeout_s
         self._timer: asyncio.TimerHandle | None = None
         self._num_kept = 0
         """Bytes since the last one that was a body's, or that ended a head or a message."""
+        self.same_without_offer = b""
+        """The head of a request that offers another protocol, as if it did not: it is to follow."""
 
     def connection_made(self, transport: Any) -> None:
         """See asyncio.Protocol. Who connects has as long for the first request as for any."""
@@ -63,7 +67,9 @@ class BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Called by the parser."""
         self._num_kept = 0
-        super().on_headers_complete()
+        self.same_without_offer = self._without_offer() if self.parser.should_upgrade() else b""
+        if not self.same_without_offer:
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Called by the parser."""
@@ -72,9 +78,20 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Called by the parser."""
+        if self.same_without_offer:
+            return
         self._num_kept = 0
         self._heard()
         super().on_message_complete()
+
+    def _without_offer(self) -> bytes:
+        """Nothing of a CONNECT, which is no offer."""
+        kept = [(name, value) for name, value in self.headers if name != b"upgrade"]
+        if len(kept) == len(self.headers):
+            return b""
+        version = self.parser.get_http_version().encode()
+        first = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)
+        return b"\r\n".join([first, *(b"%b: %b" % one for one in kept), b"", b""])
 
     def _expect(self) -> None:
         if self._timer is None and self._read_timeout_s > 0:
@@ -102,3 +119,35 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _who(self) -> dict[str, str]:
         return {"client": self.client[0] if self.client else ""}
+
+
+class _Http1:
+    """Reads requests that offer another protocol (`upgrade: h2c`, as Java's clients do) as those of
+    this one, which is what a server without the other does (RFC 9110, 7.8). httptools ends such a
+    request with its head, and would take its body for the next one."""
+
+    def __init__(self, connection: BoundedHttp) -> None:
+        self._connection = connection
+        self._parser = self._fresh()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+    def feed_data(self, received: bytes) -> None:
+        """See httptools."""
+        rest = memoryview(received)
+        while True:
+            try:
+                self._parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as offered:
+                if not (head := self._connection.same_without_offer):
+                    raise
+                rest = rest[offered.args[0] :]
+            self._parser = self._fresh()  # the other may have seen `connection: close`
+            self._parser.feed_data(head)
+
+    def _fresh(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self._connection)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+        return parser

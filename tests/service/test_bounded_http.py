@@ -109,3 +109,21 @@ async def test_a_client_that_leaves_inside_of_its_request_is_no_failure_of_ours(
         writer.close()
         await until(lambda: "POST /v1/completions 499" in caplog.text)
     assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
+
+
+@pytest.mark.parametrize("cut", [None, 30, 200], ids=str)
+async def test_a_request_that_offers_another_protocol_keeps_its_body(
+    tmp_path: Path, cut: int | None
+) -> None:
+    """As Java's HttpClient does with every request to a server whose protocols it does not know."""
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+    body = b'{"prompt": "ab", "max_tokens": 2}'
+    length = POST + offer + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    chunk = POST + offer + b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n"
+    last = b"GET /health/live HTTP/1.1\r\n" + offer.replace(b"Upgrade, ", b"Upgrade, close, ")
+    asked = length + chunk % (len(body), body) + length + last + b"\r\n"
+    async with stack(tmp_path) as served:
+        pieces = [asked] if cut is None else [asked[:cut], asked[cut:]]
+        _, said = await answer_to(served.frontend.http_port, iter(pieces))
+    assert said.count(b"HTTP/1.1 200 OK") == said.count(b"HTTP/1.1") == 4
+    assert said.count(b'"completion_tokens":2') == 3
