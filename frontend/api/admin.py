@@ -9,8 +9,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from frontend.api.bodies import read_body
 from frontend.api.document import documented
-from frontend.api.http import JsonResponse, read_body
+from frontend.api.http import JsonResponse
 from frontend.api.openai_request import parse, to_messages
 from frontend.api.openai_schema import DetokenizeBody, TokenizeBody
 from frontend.api.openai_tools import with_tools

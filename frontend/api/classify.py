@@ -10,9 +10,10 @@ from fastapi import APIRouter, Request
 from pydantic import StrictInt
 from starlette.responses import Response
 
+from frontend.api.bodies import read_body
 from frontend.api.document import documented
 from frontend.api.embeddings import PoolBody, common, pooled_usage, to_inputs
-from frontend.api.http import JsonResponse, read_body, unless_gone
+from frontend.api.http import JsonResponse, unless_gone
 from frontend.api.openai_request import parse
 from frontend.desk import FrontDesk
 from frontend.pooling import PoolWalk

@@ -1,4 +1,4 @@
-"""HTTP habits of all routes: request ids, deadlines, spans, bodies, errors, clients that leave.
+"""HTTP habits of all routes: request ids, deadlines, spans, errors, clients that leave.
 
 It does not know what the routes do.
 """
@@ -17,6 +17,7 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from frontend.api.envelopes import error_body, is_anthropic
@@ -52,15 +53,8 @@ _MAX_ID_CHARS = 128
 _MAX_TIMEOUT_DIGITS = 15
 _MAX_SESSION_CHARS = 256
 _MAX_PATH_CHARS = 200
-_DISCARD_FACTOR = 4
+_VERBS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 Result = TypeVar("Result")
-
-
-class BodyTooLarge(InvalidRequest):
-    """413: more bytes than the server takes."""
-
-    http_status: ClassVar[int] = 413
-    default_reason = "BODY_TOO_LARGE"
 
 
 class MethodNotAllowed(InvalidRequest):
@@ -68,6 +62,8 @@ class MethodNotAllowed(InvalidRequest):
 
     http_status: ClassVar[int] = 405
     default_reason = "METHOD_NOT_ALLOWED"
+    allowed = ""
+    """The verbs that the path knows, as the header `allow` lists them (RFC 9110, 15.5.6)."""
 
 
 class JsonResponse(Response):
@@ -215,6 +211,8 @@ def error_response(error: ServiceError, path: str) -> Response:
     if error.retry_after_ms is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_ms / 1000))
         headers["retry-after-ms"] = str(error.retry_after_ms)
+    if isinstance(error, MethodNotAllowed):
+        headers["allow"] = error.allowed
     return JsonResponse(error_body(error, path), status_code=error.http_status, headers=headers)
 
 
@@ -225,33 +223,23 @@ def to_service_error(failure: Exception, request: Request) -> ServiceError:
     if isinstance(failure, ClientDisconnect):
         return Cancelled("the client closed the connection before its request was whole")
     if isinstance(failure, HTTPException) and failure.status_code == 405:
-        return MethodNotAllowed(f"{request.method} is not allowed for {request.url.path}")
+        refused = MethodNotAllowed(f"{request.method} is not allowed for {request.url.path}")
+        refused.allowed = _allowed(request)
+        return refused
     if isinstance(failure, HTTPException):
         return NotFound(f"there is no route {request.method} {request.url.path}")
     _LOG.error("a request failed", exc_info=failure)
     return InternalError(f"internal error: {type(failure).__name__}: {failure}")
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body, or BodyTooLarge as soon as it is known to be larger.
-
-    The rest of a moderately larger body is read and dropped, because a client that is still
-    sending would see a broken connection instead of the answer.
-    """
-    length = request.headers.get("content-length", "")
-    is_larger = length.isdecimal() and int(length) > max_bytes
-    if is_larger and int(length) > _DISCARD_FACTOR * max_bytes:
-        raise _too_large(max_bytes)
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > _DISCARD_FACTOR * max_bytes:
-            raise _too_large(max_bytes)
-        if size <= max_bytes:
-            chunks.append(chunk)
-    if size > max_bytes:
-        raise _too_large(max_bytes)
-    return b"".join(chunks)
+def _allowed(request: Request) -> str:
+    """Of all routes of the path: the exception names the verbs of the first one."""
+    routes, asked = request.app.routes, request.scope
+    return ", ".join(
+        verb
+        for verb in _VERBS
+        if any(one.matches({**asked, "method": verb})[0] is Match.FULL for one in routes)
+    )
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -272,12 +260,6 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _too_large(max_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(
-        f"the request body is larger than {max_bytes} bytes; send less, or raise --max-body-bytes"
-    )
 
 
 def _all_of(request: Request, name: str) -> str:

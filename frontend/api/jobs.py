@@ -15,10 +15,11 @@ from fastapi import APIRouter, Request
 from pydantic import Field, StrictFloat, StrictInt
 from starlette.responses import Response
 
+from frontend.api.bodies import read_body
 from frontend.api.document import documented
 from frontend.api.envelopes import openai_error
 from frontend.api.finished import check_finished
-from frontend.api.http import JsonResponse, read_body, to_service_error
+from frontend.api.http import JsonResponse, to_service_error
 from frontend.api.openai_request import parse, to_decoding, to_seed
 from frontend.api.openai_response import usage_of
 from frontend.api.openai_schema import Body, DecodingBody, Int32

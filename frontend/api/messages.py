@@ -11,10 +11,11 @@ from starlette.responses import Response
 from frontend.api.anthropic_blocks import Blocks, message_event
 from frontend.api.anthropic_request import tells_thinking, to_conversation, to_request
 from frontend.api.anthropic_schema import CountTokensBody, MessagesBody
+from frontend.api.bodies import read_body
 from frontend.api.document import documented
 from frontend.api.envelopes import ANTHROPIC_PATH, anthropic_error
 from frontend.api.finished import check_finished
-from frontend.api.http import JsonResponse, read_body, unless_gone
+from frontend.api.http import JsonResponse, unless_gone
 from frontend.api.openai_request import parse
 from frontend.api.sse import EventStream, named_event
 from frontend.desk import FrontDesk

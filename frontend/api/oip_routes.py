@@ -8,10 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from frontend.api.bodies import read_body
 from frontend.api.document import documented
 from frontend.api.envelopes import oip_error
 from frontend.api.finished import check_finished
-from frontend.api.http import JsonResponse, read_body, unless_gone
+from frontend.api.http import JsonResponse, unless_gone
 from frontend.api.oip import (
     EXTENSIONS,
     OUTPUTS,

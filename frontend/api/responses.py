@@ -5,8 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from frontend.api.bodies import read_body
 from frontend.api.document import documented
-from frontend.api.http import JsonResponse, read_body
+from frontend.api.http import JsonResponse
 from frontend.api.openai_request import parse
 from frontend.api.query import InputItemsQuery, ResponseQuery, documented_query, read_query
 from frontend.api.responses_input import page

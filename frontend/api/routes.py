@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from frontend.api import chat, completions
 from frontend.api.admin import admin_routes
+from frontend.api.bodies import read_body
 from frontend.api.classify import classify_routes
 from frontend.api.cors import cors_options
 from frontend.api.document import DocumentedApp, documented
@@ -23,7 +24,6 @@ from frontend.api.http import (
     IngressMiddleware,
     JsonResponse,
     error_response,
-    read_body,
     to_service_error,
     unless_gone,
 )

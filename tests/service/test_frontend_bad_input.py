@@ -296,7 +296,9 @@ async def test_bodies_that_are_not_requests(served: Stack) -> None:
 
         answer = await post("/v1/completions", content=unknown_length())
         assert answer.status_code == 413
-        assert (await client.get("/v1/completions")).status_code == 405
+        for path, verbs in (("/v1/completions", "POST"), ("/v1/responses/x", "DELETE, GET")):
+            answer = await client.put(path)
+            assert (answer.status_code, answer.headers["allow"]) == (405, verbs)
         assert (await post("/v1/nothing", json={})).status_code == 404
         bad_id = {"x-request-id": "a" * 200}
         answer = await post("/v1/completions", json={"prompt": "a"}, headers=bad_id)
