@@ -1,4 +1,7 @@
-"""Bodies of HTTP requests: how large they may be. It does not know what is in them."""
+"""Bodies of HTTP requests: how large they may be, and that they come as they are.
+
+It does not know what is in them.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,15 @@ class BodyTooLarge(InvalidRequest):
     default_reason = "BODY_TOO_LARGE"
 
 
+class UnsupportedCoding(InvalidRequest):
+    """415: a body that would have to be unpacked, to who knows what size."""
+
+    http_status: ClassVar[int] = 415
+    default_reason = "UNSUPPORTED_CONTENT_ENCODING"
+
+
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body, or BodyTooLarge as soon as it is known to be larger.
+    """The body, or BodyTooLarge as soon as it is known to be larger. Raises UnsupportedCoding.
 
     The rest of a moderately larger body is read and dropped, because a client that is still
     sending would see a broken connection instead of the answer.
@@ -37,6 +47,12 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             chunks.append(chunk)
     if size > max_bytes:
         raise _too_large(max_bytes)
+    coding = request.headers.get("content-encoding", "")
+    if coding.lower() not in ("", "identity"):
+        raise UnsupportedCoding(
+            f"the header content-encoding is {coding[:40]!r}; send the body as it is, without it",
+            param="content-encoding",
+        )
     return b"".join(chunks)
 
 

@@ -127,3 +127,14 @@ async def test_a_request_that_offers_another_protocol_keeps_its_body(
         _, said = await answer_to(served.frontend.http_port, iter(pieces))
     assert said.count(b"HTTP/1.1 200 OK") == said.count(b"HTTP/1.1") == 4
     assert said.count(b'"completion_tokens":2') == 3
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br, zstd", "Identity"])
+async def test_a_body_that_is_packed_is_refused_by_that_name(tmp_path: Path, coding: str) -> None:
+    async with stack(tmp_path) as served, served.http() as client:
+        for path in ("/v1/completions", "/v1/messages"):
+            answer = await client.post(path, content=b"{", headers={"content-encoding": coding})
+            is_packed = coding != "Identity"
+            assert answer.status_code == (415 if is_packed else 400)
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+            assert (coding in answer.json()["error"]["message"]) == is_packed
