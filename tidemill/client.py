@@ -40,6 +40,7 @@ from tidemill.exchange import (
     to_filling,
     tokenize_fields,
 )
+from tidemill.filled import filled
 from tidemill.runtime.rpc import channel_options
 from tidemill.sampling_params import SamplingParams
 from tidemill.security.client_tls import ClientTls, open_blocking_channel, open_channel
@@ -91,7 +92,7 @@ class Client(PoolCalls):
         options: CallOptions | None = None,
     ) -> Completion:
         """Completes a text or token ids. Raises ServiceError."""
-        request = pb.TextServiceGenerateRequest(**text_fields(prompt, params, options))
+        request = filled(pb.TextServiceGenerateRequest, text_fields(prompt, params, options))
         return to_completion(self._call("Generate", request, options))
 
     def generate_stream(
@@ -101,7 +102,7 @@ class Client(PoolCalls):
         options: CallOptions | None = None,
     ) -> Iterator[Delta]:
         """The same in pieces; leaving the loop early stops the engine."""
-        request = pb.GenerateStreamRequest(**text_fields(prompt, params, options))
+        request = filled(pb.GenerateStreamRequest, text_fields(prompt, params, options))
         return self._stream("GenerateStream", request, options)
 
     def chat(
@@ -111,7 +112,7 @@ class Client(PoolCalls):
         options: CallOptions | None = None,
     ) -> Completion:
         """Answers a conversation, with text, or calls of `options.tools`. Raises ServiceError."""
-        request = pb.ChatRequest(**chat_fields(messages, params, options))
+        request = filled(pb.ChatRequest, chat_fields(messages, params, options))
         return to_completion(self._call("Chat", request, options))
 
     def chat_stream(
@@ -121,7 +122,7 @@ class Client(PoolCalls):
         options: CallOptions | None = None,
     ) -> Iterator[Delta]:
         """The same in pieces; leaving the loop early stops the engine."""
-        request = pb.ChatStreamRequest(**chat_fields(messages, params, options))
+        request = filled(pb.ChatStreamRequest, chat_fields(messages, params, options))
         return self._stream("ChatStream", request, options)
 
     def infill(
@@ -132,19 +133,20 @@ class Client(PoolCalls):
         options: CallOptions | None = None,
     ) -> Filling:
         """What stands between two texts, `params.max_tokens` tokens; diffusion models only."""
-        request = pb.InfillRequest(**infill_fields((prefix, suffix), params, options))
+        request = filled(pb.InfillRequest, infill_fields((prefix, suffix), params, options))
         return to_filling(self._call("Infill", request, options))
 
     def tokenize(self, text: Conversation, *, add_special_tokens: bool | None = None) -> list[int]:
         """Token ids of a text, or of messages rendered with the chat template."""
         answer = self._call(
-            "Tokenize", pb.TokenizeRequest(**tokenize_fields(text, add_special_tokens)), None
+            "Tokenize", filled(pb.TokenizeRequest, tokenize_fields(text, add_special_tokens)), None
         )
         return list(answer.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
-        request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        given = {"token_ids": token_ids, "skip_special_tokens": skip_special_tokens}
+        request = filled(pb.DetokenizeRequest, given)
         return str(self._call("Detokenize", request, None).text)
 
     def list_models(self) -> list[pb.ModelCard]:
@@ -153,11 +155,13 @@ class Client(PoolCalls):
 
     def get_model(self, name: str) -> pb.ModelCard:
         """One model's card. Raises NotFound."""
-        card: pb.ModelCard = self._call("GetModel", pb.GetModelRequest(id=name), None).model
+        card: pb.ModelCard = self._call(
+            "GetModel", filled(pb.GetModelRequest, {"id": name}), None
+        ).model
         return card
 
     def _pooled(self, method: str, given: Fields, options: CallOptions | None) -> Any:
-        return self._call(method, getattr(pb, f"{method}Request")(**given), options)
+        return self._call(method, filled(getattr(pb, f"{method}Request"), given), options)
 
     def _call(self, method: str, request: Any, options: CallOptions | None) -> Any:
         return self._calls.answer(method, request, options)
@@ -204,7 +208,7 @@ class AsyncClient(AsyncPoolCalls):
         options: CallOptions | None = None,
     ) -> Completion:
         """Completes a text or token ids. Raises ServiceError."""
-        request = pb.TextServiceGenerateRequest(**text_fields(prompt, params, options))
+        request = filled(pb.TextServiceGenerateRequest, text_fields(prompt, params, options))
         return to_completion(await self._call("Generate", request, options))
 
     def generate_stream(
@@ -214,7 +218,7 @@ class AsyncClient(AsyncPoolCalls):
         options: CallOptions | None = None,
     ) -> AsyncIterator[Delta]:
         """The same in pieces; leaving the loop early stops the engine."""
-        request = pb.GenerateStreamRequest(**text_fields(prompt, params, options))
+        request = filled(pb.GenerateStreamRequest, text_fields(prompt, params, options))
         return self._stream("GenerateStream", request, options)
 
     async def chat(
@@ -224,7 +228,7 @@ class AsyncClient(AsyncPoolCalls):
         options: CallOptions | None = None,
     ) -> Completion:
         """Answers a conversation, with text, or calls of `options.tools`. Raises ServiceError."""
-        request = pb.ChatRequest(**chat_fields(messages, params, options))
+        request = filled(pb.ChatRequest, chat_fields(messages, params, options))
         return to_completion(await self._call("Chat", request, options))
 
     def chat_stream(
@@ -234,7 +238,7 @@ class AsyncClient(AsyncPoolCalls):
         options: CallOptions | None = None,
     ) -> AsyncIterator[Delta]:
         """The same in pieces; leaving the loop early stops the engine."""
-        request = pb.ChatStreamRequest(**chat_fields(messages, params, options))
+        request = filled(pb.ChatStreamRequest, chat_fields(messages, params, options))
         return self._stream("ChatStream", request, options)
 
     async def infill(
@@ -245,7 +249,7 @@ class AsyncClient(AsyncPoolCalls):
         options: CallOptions | None = None,
     ) -> Filling:
         """What stands between two texts, `params.max_tokens` tokens; diffusion models only."""
-        request = pb.InfillRequest(**infill_fields((prefix, suffix), params, options))
+        request = filled(pb.InfillRequest, infill_fields((prefix, suffix), params, options))
         return to_filling(await self._call("Infill", request, options))
 
     async def tokenize(
@@ -253,7 +257,7 @@ class AsyncClient(AsyncPoolCalls):
     ) -> list[int]:
         """Token ids of a text, or of messages rendered with the chat template."""
         answer = await self._call(
-            "Tokenize", pb.TokenizeRequest(**tokenize_fields(text, add_special_tokens)), None
+            "Tokenize", filled(pb.TokenizeRequest, tokenize_fields(text, add_special_tokens)), None
         )
         return list(answer.token_ids)
 
@@ -261,7 +265,8 @@ class AsyncClient(AsyncPoolCalls):
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> str:
         """The text of token ids."""
-        request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        given = {"token_ids": token_ids, "skip_special_tokens": skip_special_tokens}
+        request = filled(pb.DetokenizeRequest, given)
         return str((await self._call("Detokenize", request, None)).text)
 
     async def list_models(self) -> list[pb.ModelCard]:
@@ -270,11 +275,13 @@ class AsyncClient(AsyncPoolCalls):
 
     async def get_model(self, name: str) -> pb.ModelCard:
         """One model's card. Raises NotFound."""
-        card: pb.ModelCard = (await self._call("GetModel", pb.GetModelRequest(id=name), None)).model
+        card: pb.ModelCard = (
+            await self._call("GetModel", filled(pb.GetModelRequest, {"id": name}), None)
+        ).model
         return card
 
     async def _pooled(self, method: str, given: Fields, options: CallOptions | None) -> Any:
-        return await self._call(method, getattr(pb, f"{method}Request")(**given), options)
+        return await self._call(method, filled(getattr(pb, f"{method}Request"), given), options)
 
     async def _call(self, method: str, request: Any, options: CallOptions | None) -> Any:
         return await self._calls.answer(method, request, options)
