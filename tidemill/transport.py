@@ -7,6 +7,7 @@ It knows no method: what a call sends and what its answer means is `tidemill.cli
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import Any
 import grpc
 
 from tidemill.exchange import CallOptions, metadata_of, timeout_of
-from tidemill.runtime.errors import EngineDead, ServiceError
+from tidemill.runtime.errors import EngineDead, InvalidRequest, ServiceError
 from tidemill.runtime.rpc import to_error
 
 DEFAULT_RETRIES = 2
@@ -24,6 +25,8 @@ _LOOK_UPS = frozenset({"Tokenize", "Detokenize", "ListModels", "GetModel"})
 """Methods so cheap that they may be asked again whenever the other side was gone."""
 _PAUSE_S = 0.2
 """Before a look-up is asked again."""
+_FOR_EVER_S = 1e9
+"""A time to be counted to in nanoseconds overflows, and counts as past, from 1e10 on."""
 _SPREAD = 0.25
 """Share of a pause by which it is drawn longer, so that callers refused together return apart."""
 
@@ -35,7 +38,12 @@ class Attempts:
         self._is_look_up = method in _LOOK_UPS
         self._left = max_retries
         timeout_s = timeout_of(options)
-        self._until = None if timeout_s is None else time.monotonic() + timeout_s
+        if timeout_s is None or timeout_s >= _FOR_EVER_S:
+            self._until: float | None = None
+        elif math.isnan(timeout_s):
+            raise InvalidRequest("timeout_s is nan; it must be a number", param="timeout_s")
+        else:
+            self._until = time.monotonic() + timeout_s
 
     @property
     def timeout_s(self) -> float | None:

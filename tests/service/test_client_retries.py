@@ -4,6 +4,7 @@ what never is; and in whose trace calls travel."""
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -177,6 +178,20 @@ def test_the_deadline_holds_for_all_attempts(ask: Ask, service: Refusing, addres
     with pytest.raises(Overloaded):
         ask(address, CallOptions(timeout_s=20.0))
     assert len(service.seen) == 1
+
+
+@every
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e30, 1e10])
+def test_a_deadline_behind_all_clocks_is_none(
+    ask: Ask, timeout_s: float, service: Refusing, address: str
+) -> None:
+    assert ask(address, CallOptions(timeout_s=timeout_s)) == "done"
+
+
+@every
+def test_a_deadline_that_is_no_number_is_refused(ask: Ask, service: Refusing, address: str) -> None:
+    with pytest.raises(InvalidRequest, match="timeout_s is nan"):
+        ask(address, CallOptions(timeout_s=math.nan))
 
 
 @pytest.mark.parametrize("name", ["stream", "async stream"])
