@@ -64,6 +64,14 @@ def test_outputs_that_were_never_open(closed: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_chat_without_an_input_is_one_that_has_ended() -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'"{sys.executable}" -m tidemill chat 0<&-'],
+        capture_output=True, env=environ(True), text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_both_outputs_into_one_pipe() -> None:
     with unread() as writer:
         words = [sys.executable, "-m", "tidemill", "serve", "no-such-model"]

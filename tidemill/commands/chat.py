@@ -134,6 +134,8 @@ def _watch(client: Client, deltas: Iterator[Delta]) -> str:
 
 
 def _lines() -> Iterator[str]:
+    if sys.stdin is None:  # never open
+        return
     prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:
