@@ -72,6 +72,20 @@ def test_a_chat_without_an_input_is_one_that_has_ended() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("argv", ["--version", "collect-env --json"])
+def test_no_room_for_what_is_printed(argv: str, buffered: bool) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "tidemill", *argv.split()],
+            stdout=full, stderr=subprocess.PIPE, env=environ(buffered), text=True,
+            timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
+    said = "tidemill: cannot write: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 def test_both_outputs_into_one_pipe() -> None:
     with unread() as writer:
         words = [sys.executable, "-m", "tidemill", "serve", "no-such-model"]

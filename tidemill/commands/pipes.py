@@ -1,7 +1,9 @@
-"""Whoever reads our output may leave: `tidemill bench | head`. That is no failure of ours."""
+"""Whoever reads our output may leave: `tidemill bench | head`. That is no failure of ours, nor is a
+disk without room for it."""
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -12,11 +14,12 @@ from typing import Any, TextIO
 
 LEFT = 128 + signal.SIGPIPE
 """The status of a program that such a pipe has ended."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def while_read(run: Callable[[], int]) -> int:
     """What `run` returns, with all that it printed written; LEFT once nobody reads that any more.
-    A connection that broke is told as ever."""
+    A connection that broke is told as ever, a full disk in a line."""
     try:
         try:
             return run()
@@ -30,6 +33,13 @@ def while_read(run: Callable[[], int]) -> int:
         for one in left:  # at its end the interpreter writes what is still to be written
             _turn_to_nowhere(one)
         return LEFT
+    except OSError as failure:
+        if failure.errno not in _NO_ROOM:
+            raise
+        for one in _outputs():
+            _empty(one)
+        print(f"tidemill: cannot write: {failure.strerror}", file=sys.stderr)
+        return 1
 
 
 @contextmanager
@@ -63,6 +73,13 @@ class _Unread:
             self._stream.flush()
         except BrokenPipeError:
             _turn_to_nowhere(self._stream)
+
+
+def _empty(output: TextIO) -> None:
+    try:
+        output.flush()
+    except OSError:
+        _turn_to_nowhere(output)
 
 
 def _turn_to_nowhere(output: TextIO) -> None:
