@@ -55,8 +55,7 @@ class Planner:
     @property
     def num_started(self) -> int:
         """Requests that had a row: all that run, and those that were preempted. O(waiting)."""
-        preempted = [one for one in self.waiting if one.started_ns is not None]
-        return len(self._running) + len(preempted)
+        return len(self._running) + sum(one.started_ns is not None for one in self.waiting)
 
     @property
     def load(self) -> Load:
@@ -72,8 +71,7 @@ class Planner:
     @property
     def live_tokens(self) -> int:
         """Positions of all rows whose KV is in the pages, or is being computed. O(rows)."""
-        members = self.convoy.members
-        slow = [r.launched for key, r in self._running.items() if key not in members]
+        slow = [r.launched for key, r in self._running.items() if key not in self.convoy.members]
         return self.convoy.kv_tokens + sum(span.kv_len for span in slow if span is not None)
 
     def traced_keys(self, limit: int) -> list[int]:
@@ -112,6 +110,8 @@ class Planner:
             self._plan_waiting(draft, aged_before, now)
         draft.steady = self.convoy.launch()
         num_rows = len(draft.spans) + len(self.convoy)
+        if draft.has_dropped and not num_rows:
+            return self.plan(now)  # who took the budget lost its row: there is room for others
         if num_rows:
             self.counting.step(self._limits.token_budget - draft.budget.tokens, num_rows)
         return draft

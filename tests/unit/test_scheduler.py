@@ -258,6 +258,20 @@ def test_the_youngest_of_the_lowest_priority_is_preempted_with_its_canvas() -> N
     assert desk.finishes[1].pauses == ()
 
 
+def test_a_step_is_planned_anew_where_all_that_had_its_budget_were_preempted() -> None:
+    """2 wants all logits and finds 3 has taken one of them; then 3 finds no page, and goes."""
+    desk = Desk(num_pages=32, token_budget=24, logit_budget=BLOCK)
+    desk.submit(2, 1, 64, "block_diffusion", priority=5)
+    for _ in range(13):
+        desk.step()
+    desk.submit(3, 75, 8, priority=1)
+    while not (request := desk.scheduler._requests[3]).preemptions:
+        assert desk.step()
+    assert request.row < 0
+    desk.run()
+    assert desk.tokens == {2: 64, 3: 8}
+
+
 def test_rows_and_pages_of_an_ended_request_wait_for_the_step_in_flight() -> None:
     desk = Desk()
     desk.submit(1, 8, 20)
