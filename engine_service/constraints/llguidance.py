@@ -123,6 +123,8 @@ class LlGrammars:
             raise _wrong(spec, made.get_error(), param="reasoning.lark")
         if made.is_error():
             raise _wrong(spec, made.get_error())
+        if why := _dead_end(made):
+            raise _wrong(spec, why)
         with self._keeping:
             self._kept[spec] = made
             while len(self._kept) > _MAX_KEPT:
@@ -229,6 +231,17 @@ def _marker(text: str, tokenizer: LLTokenizer) -> str:
 def _is_special(text: str, tokenizer: LLTokenizer) -> bool:
     ids: list[int] = tokenizer.tokenize_str(text, parse_special=True)
     return len(ids) == 1 and tokenizer.is_special_token(ids[0])
+
+
+def _dead_end(matcher: LLMatcher) -> str:
+    """Why there is no first token; empty where there is one. The library compiles grammars that no
+    text ever ends (`{"$ref": "#"}`), and fails when it looks for their first mask."""
+    probe = matcher.deep_copy()
+    probe.compute_bitmask()
+    if not probe.is_error():
+        return ""
+    why = _first_line(probe.get_error())
+    return "no text fits it" if why.startswith("NoExtension") else why
 
 
 def _wrong(spec: ConstraintSpec, why: str, *, param: str = "") -> InvalidRequest:
