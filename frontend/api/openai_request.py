@@ -237,7 +237,7 @@ def to_message(message: Message, place: str) -> dict[str, Any]:
         )
     if calls:
         beside["tool_calls"] = [with_arguments(call, f"{place}.tool_calls") for call in calls]
-    elif content in (None, []):
+    elif content in (None, []) and message.role != "assistant":  # whose call may have been cut off
         raise InvalidRequest(f"{place}.content is missing", param=f"{place}.content")
     if isinstance(content, list):
         content = to_text(content, f"{place}.content")

@@ -209,6 +209,22 @@ async def test_a_forced_call_that_is_cut_off_is_no_text(tmp_path: Path) -> None:
     assert told == {(True, 0), (True, 1), (True, 2), (False, 1)}
 
 
+async def test_an_answer_that_says_nothing_goes_back_as_it_came(tmp_path: Path) -> None:
+    """Only the assistant may say nothing."""
+    async with serving(tmp_path) as served, sdk(served) as client:
+        fields = asking('[{"name": "get', max_tokens=5, tool_choice="required")
+        (cut,) = (await client.chat.completions.create(**fields)).choices
+        assert (cut.message.content, cut.message.tool_calls) == (None, None)
+        turn = cut.message.model_dump(exclude_unset=True)
+        fields = asking()
+        fields["messages"] += [turn, {"role": "user", "content": "Go on."}]
+        (again,) = (await client.chat.completions.create(**fields)).choices
+        assert again.message.content.startswith("Go on.")
+        fields["messages"][-1]["content"] = None
+        with pytest.raises(openai.BadRequestError, match=r"messages\[\d\].content"):
+            await client.chat.completions.create(**fields)
+
+
 async def test_markers_that_are_special_tokens_are_read_and_not_shown(tmp_path: Path) -> None:
     folder = tmp_path / "own"
     write_tokenizer(folder)
