@@ -13,6 +13,7 @@ from typing import Any
 
 from engine_service.config import EngineConfig
 from engine_service.model_folder import CONFIG, builtin_models, folder_of, read_config
+from engine_service.worker.hub import download
 from engine_service.worker.json_files import read_json
 from engine_service.worker.shards import MANIFEST, Manifest, parse_manifest
 from tidemill.runtime.errors import NotFound
@@ -69,8 +70,6 @@ def _resolve(config: EngineConfig, report: Report) -> tuple[Path, str]:
     if folder is not None:
         return folder, ""
     weights = config.load_format != "dummy"
-    from engine_service.worker.hub import download  # takes long, and a folder does without
-
     return download(config.model, config.revision, weights=weights, report=report)
 
 
