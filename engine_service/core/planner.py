@@ -153,7 +153,7 @@ class Planner:
                 left_out[request.key] = request
         self._catch_up_first = bool(catching_up) and not any(map(draft.has, catching_up))
         leading = {key: r for key, r in left_out.items() if r.decoding and r.row >= 0}
-        self._is_short = bool(leading)
+        self._is_short = bool(leading) and not self._waits_for_pages
         if leading:
             self._running = leading | self._running
         return not left_out and not draft.has_dropped
