@@ -188,15 +188,27 @@ def timeout_of(options: CallOptions | None) -> float | None:
 
 
 def metadata_of(options: CallOptions | None) -> tuple[tuple[str, str], ...]:
-    """What travels beside the request."""
+    """What travels beside the request. Raises InvalidRequest for what cannot."""
     given = options or CallOptions()
     pairs = (
-        ("x-request-id", given.request_id),
+        ("x-request-id", printable("request_id", given.request_id)),
         ("x-priority", str(given.priority) if given.priority else ""),
-        ("x-fairness-key", given.fairness_key),
-        ("traceparent", given.traceparent),
+        ("x-fairness-key", printable("fairness_key", given.fairness_key)),
+        ("traceparent", printable("traceparent", given.traceparent)),
     )
     return tuple((name, value) for name, value in pairs if value)
+
+
+def printable(field: str, value: str) -> str:
+    """The value, if metadata can hold it. The error does not show it: it may be a key."""
+    wrong = [at for at, letter in enumerate(value) if not " " <= letter <= "~"]
+    if not wrong:
+        return value
+    raise InvalidRequest(
+        f"{field}: character {wrong[0] + 1} of {len(value)} is not printable ASCII, which metadata "
+        "must be; leave it out (a line's end, from the file that it was read from?)",
+        param=field,
+    )
 
 
 def to_completion(answer: Any) -> Completion:

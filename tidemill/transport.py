@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from tidemill.exchange import CallOptions, metadata_of, timeout_of
+from tidemill.exchange import CallOptions, metadata_of, printable, timeout_of
 from tidemill.runtime.errors import EngineDead, InvalidRequest, ServiceError
 from tidemill.runtime.rpc import to_error
 
@@ -86,7 +86,8 @@ class _Sender:
     def __init__(self, stub: Any, max_retries: int, api_key: str = "") -> None:
         self._stub = stub
         self._max_retries = max_retries
-        self._shown = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        bearer = f"Bearer {printable('api_key', api_key)}"
+        self._shown = (("authorization", bearer),) if api_key else ()
 
     def _send(
         self, method: str, request: Any, options: CallOptions | None, attempts: Attempts

@@ -56,6 +56,20 @@ def test_clients_refuse_by_it() -> None:
                 call()
 
 
+@pytest.mark.parametrize("field", ["request_id", "fairness_key", "traceparent"])
+@pytest.mark.parametrize("wrong", ["key\n", "schlüssel", "a\x00"])
+def test_what_metadata_cannot_hold_is_named_and_a_key_not_shown(field: str, wrong: str) -> None:
+    with (
+        Client("127.0.0.1:9") as client,
+        pytest.raises(InvalidRequest, match=f"^{field}: character") as refused,
+    ):
+        client.generate("a", options=CallOptions(**{field: wrong}))
+    assert refused.value.param == field
+    with pytest.raises(InvalidRequest, match=r"^api_key: ") as refused:
+        Client("127.0.0.1:9", api_key=wrong)
+    assert wrong not in refused.value.message
+
+
 def test_a_conversation_goes_on_behind_a_line_that_is_no_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
