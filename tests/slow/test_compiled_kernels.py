@@ -31,6 +31,7 @@ def compiled(folder: Path, capability: int, *tests: str) -> list[dict[str, Any]]
     report = folder / f"{capability}.jsonl"
     environ = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")}
     environ |= {"COMPILE_FOR": str(capability), "COMPILED": str(report)}
+    environ.pop("PYTEST_ADDOPTS", None)  # of this run, and our conftest may not be there
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.kernels.compiling", *tests]
     done = subprocess.run(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
