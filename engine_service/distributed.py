@@ -87,17 +87,21 @@ class Group:
         residual: torch.Tensor,
         site: int,
         make: Callable[[torch.Tensor | None], torch.Tensor],
-    ) -> torch.Tensor:
-        """residual + the sum of what `make` gives on all ranks; `residual` is overwritten and
-        returned. `make` writes into the tensor that it is given, if any.
+        *,
+        norm: tuple[torch.Tensor, float] | None = None,
+    ) -> torch.Tensor | None:
+        """residual := residual + the sum of what `make` gives on all ranks. `make` writes into the
+        tensor that it is given, if any. Returns the RMSNorm (weight, eps) of the sum, if one is
+        given and the sum has it for nothing.
 
         Sums that follow each other have different sites (below peers.NUM_SITES).
         """
         room = None if self.peers is None else self.peers.room(site, residual)
         part = make(room)
         if room is not None and self.peers is not None:
-            return self.peers.add(site, residual)
-        return residual.add_(self.sum_(part))
+            return self.peers.add(site, residual, norm)
+        residual.add_(self.sum_(part))
+        return None
 
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
         """x := the sum over all ranks."""

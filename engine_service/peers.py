@@ -79,9 +79,12 @@ class PeerSums:
         fits = 0 < rows <= self._rows and (width, residual.dtype) == (self._width, self._dtype)
         return self._sites[site].parts[self._rank][:rows] if fits else None
 
-    def add(self, site: int, residual: torch.Tensor) -> torch.Tensor:
-        """residual + the sum of all ranks' parts; `residual` is overwritten and returned."""
-        return add_parts_triton(residual, self._sites[site], self._rank)
+    def add(
+        self, site: int, residual: torch.Tensor, norm: tuple[torch.Tensor, float] | None = None
+    ) -> torch.Tensor | None:
+        """residual := residual + the sum of all ranks' parts; returns its RMSNorm (weight, eps), if
+        one is given."""
+        return add_parts_triton(residual, self._sites[site], self._rank, norm)
 
     def release(self) -> None:
         """See `release_all`."""

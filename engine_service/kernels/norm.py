@@ -61,6 +61,17 @@ def add_rms_norm(
 
 
 @jit
+def normed_row(x: tl.tensor, weight: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """`rms_norm_ref` of a row, zeros behind its WIDTH elements; weight: of the same length or
+    None."""
+    wide = x.to(tl.float32)
+    y = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)).to(x.dtype)
+    if weight is not None:
+        y = (y.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+    return y
+
+
+@jit
 def _rms_norm_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
@@ -76,6 +87,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
+    weight = None
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     if PDL:
@@ -88,11 +100,7 @@ def _rms_norm_kernel(
         # The statistics are those of the sum as it is stored.
         x = total.to(x.dtype)
         tl.store(places, x, mask=inside)
-    wide = x.to(tl.float32)
-    y = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)).to(x.dtype)
-    if weight_ptr is not None:
-        y = (y.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
-    tl.store(out_ptr + row * WIDTH + column, y, mask=inside)
+    tl.store(out_ptr + row * WIDTH + column, normed_row(x, weight, eps, WIDTH), mask=inside)
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -1,9 +1,10 @@
-"""Adds what several devices have computed to the residual stream; each reads the others' memory.
+"""Adds what several devices have computed to the residual stream, and makes the norm that is read
+of it; each reads the others' memory.
 
-One launch instead of an all-reduce and a sum: every device signals that its part is there, waits
-for the others' signals and adds all parts in the order of ranks, so that all get the same bits (the
-one-shot all-reduce of TensorRT-LLM and vLLM, over peer pointers; no multicast). It does not know
-models, nor how memory comes to be shared. Shape legend: T rows, E hidden size, R ranks.
+One launch instead of an all-reduce, a sum and a norm: every device signals that its part is there,
+waits for the others' signals and adds all parts in the order of ranks, so that all get the same
+bits (the one-shot all-reduce of TensorRT-LLM and vLLM, over peer pointers; no multicast). It does
+not know models, nor how memory comes to be shared. Shape legend: T rows, E hidden size, R ranks.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from typing import NamedTuple
 import torch
 
 from engine_service.kernels.jit import jit, overlaps_launches, tl, triton
+from engine_service.kernels.norm import normed_row, rms_norm_ref
 
 MAX_BLOCKS = 128
 """Programs of a launch: all must run at once, or one could wait for a peer's that cannot start."""
-_BLOCK = 4096
-_LEAST = 1024
 _FAR = 1 << 30
 """Launches ahead, by which nobody waits any more."""
 
@@ -33,12 +33,18 @@ class Parts(NamedTuple):
     """[MAX_BLOCKS] int32 of this rank, zero at first: launches so far."""
 
 
-def add_parts_ref(residual_TE: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """residual + the sum of all parts, which is made in float32 in their order; in place."""
+def add_parts_ref(
+    residual_TE: torch.Tensor,
+    parts: tuple[torch.Tensor, ...],
+    norm: tuple[torch.Tensor, float] | None = None,
+) -> torch.Tensor | None:
+    """residual := residual + the sum of all parts, which is made in float32 in their order. Returns
+    the RMSNorm (weight, eps) of that if one is given."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
-    return residual_TE.copy_(residual_TE.float() + total)
+    residual_TE.copy_(residual_TE.float() + total)
+    return None if norm is None else rms_norm_ref(residual_TE, *norm)
 
 
 @jit
@@ -47,17 +53,25 @@ def _add_parts_kernel(
     parts: tl.tensor,
     signals: tl.tensor,
     count_ptr: tl.tensor,
-    size: tl.tensor,
+    weight_ptr: tl.tensor,
+    normed_ptr: tl.tensor,
+    eps: tl.tensor,
+    num_rows: tl.tensor,
+    WIDTH: tl.constexpr,
     RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     MAX: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    block = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    block = tl.program_id(0)
     # Launches are counted on the device: a captured graph tells another number at every replay.
     turn = tl.load(count_ptr + block) + 1
     tl.debug_barrier()
@@ -72,14 +86,16 @@ def _add_parts_kernel(
             while tl.atomic_add(told_ptr, 0, sem="acquire", scope="sys") - turn < 0:
                 pass
     tl.debug_barrier()
-    for start in range(block * BLOCK, size, tl.num_programs(0) * BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        inside = place < size
+    for row in range(block, num_rows, tl.num_programs(0)):
+        place = row * WIDTH + column
         total = tl.load(parts[0] + place, mask=inside, other=0.0).to(tl.float32)
         for peer in tl.static_range(1, NUM_RANKS):
             total += tl.load(parts[peer] + place, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(residual_ptr + place, x + total, mask=inside)
+        x = tl.load(residual_ptr + place, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + total).to(x.dtype)
+        tl.store(residual_ptr + place, x, mask=inside)
+        if weight_ptr is not None:
+            tl.store(normed_ptr + place, normed_row(x, weight, eps, WIDTH), mask=inside)
 
 
 def release(shared: Parts, rank: int) -> None:
@@ -90,28 +106,39 @@ def release(shared: Parts, rank: int) -> None:
     shared.signals[rank].copy_(told_M.expand(len(shared.parts), -1).contiguous())
 
 
-def add_parts_triton(residual_TE: torch.Tensor, shared: Parts, rank: int) -> torch.Tensor:
-    """`add_parts_ref` where all ranks launch it with parts of the same shape; in place.
+def add_parts_triton(
+    residual_TE: torch.Tensor,
+    shared: Parts,
+    rank: int,
+    norm: tuple[torch.Tensor, float] | None = None,
+) -> torch.Tensor | None:
+    """`add_parts_ref` where all ranks launch it with parts of the same shape.
 
     A part may be written again once any later sum of other parts has been launched behind this one.
+    The norm's weight must have been there before the kernels ahead were launched: it is read early.
     """
     assert residual_TE.is_contiguous()
-    size = residual_TE.numel()
-    block = _BLOCK if size > _LEAST * MAX_BLOCKS else _LEAST
-    num_blocks = min(MAX_BLOCKS, triton.cdiv(size, block))
+    num_rows, width = residual_TE.shape
+    block = triton.next_power_of_2(width)
+    weight, eps = norm or (None, 0.0)
+    normed_TE = None if weight is None else torch.empty_like(residual_TE)
     overlap = overlaps_launches(residual_TE.device)
-    _add_parts_kernel[(num_blocks,)](
+    _add_parts_kernel[(min(MAX_BLOCKS, num_rows),)](
         residual_TE,
         shared.parts,
         shared.signals,
         shared.turns,
-        size,
+        weight,
+        normed_TE,
+        eps,
+        num_rows,
+        WIDTH=width,
         RANK=rank,
         NUM_RANKS=len(shared.parts),
         MAX=MAX_BLOCKS,
         BLOCK=block,
         PDL=overlap,
-        num_warps=block // 256,
+        num_warps=min(max(block // 256, 1), 16),
         launch_pdl=overlap,
     )
-    return residual_TE
+    return normed_TE

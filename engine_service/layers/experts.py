@@ -12,6 +12,7 @@ from torch import nn
 from engine_service.distributed import ALONE, Group
 from engine_service.kernels.grouped_linear import mix_experts
 from engine_service.kernels.wide_linear import wide_linear
+from engine_service.layers.ahead import Ahead, add_ranks
 from engine_service.layers.feed_forward import AFTER_FEED_FORWARD, FeedForward
 from engine_service.layers.norm import RMSNorm
 from engine_service.layers.routing import Router
@@ -92,9 +93,12 @@ class Experts(nn.Module):
             else None
         )
 
-    def forward(self, residual_TE: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """residual + the experts of norm(residual); `residual` is overwritten and returned."""
-        x = norm(residual_TE)
+    def forward(
+        self, residual_TE: torch.Tensor, ahead: Ahead, before: RMSNorm | None = None
+    ) -> Ahead:
+        """residual + the experts of what lies ahead of them, written into `residual`; returned for
+        the product that comes next, which takes it behind the norm `before`."""
+        x = ahead.normed()
         experts, shares = self.mixture.router(wide_linear(x, self.router), self.bias)
         if self._own.start:
             experts = experts - self._own.start
@@ -111,13 +115,12 @@ class Experts(nn.Module):
                 down_XEI=self.down,
             )
 
+        def make(room: torch.Tensor | None) -> torch.Tensor:
+            return add_to(torch.zeros_like(residual_TE) if room is None else room.zero_())
+
         if self._group.size == 1:
-            return add_to(residual_TE)
-        return self._group.add_sum(
-            residual_TE,
-            AFTER_FEED_FORWARD,
-            lambda room: add_to(torch.zeros_like(residual_TE) if room is None else room.zero_()),
-        )
+            return Ahead(add_to(residual_TE), before)
+        return add_ranks(self._group, residual_TE, AFTER_FEED_FORWARD, make, before)
 
     def slots(self, prefix: str) -> Slots:
         """Checkpoint names to what is held of them; every expert has tensors of its own."""

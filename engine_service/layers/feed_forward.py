@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from engine_service.distributed import ALONE, Group
+from engine_service.layers.ahead import Ahead
 from engine_service.layers.linear import Linear
 from engine_service.layers.norm import RMSNorm
 from engine_service.layers.slots import Share, Slots
@@ -54,9 +55,13 @@ class FeedForward(nn.Module):
             site=AFTER_FEED_FORWARD,
         )
 
-    def forward(self, residual_TE: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        """residual + this layer of norm(residual); `residual` is overwritten and returned."""
-        return self.down.add(residual_TE, self.gate_up(residual_TE, norm=norm, gated=True))
+    def forward(
+        self, residual_TE: torch.Tensor, ahead: Ahead, before: RMSNorm | None = None
+    ) -> Ahead:
+        """residual + this layer of what lies ahead of it, written into `residual`; returned for the
+        product that comes next, which takes it behind the norm `before`."""
+        hidden = self.gate_up(ahead.x_TE, norm=ahead.norm, gated=True)
+        return self.down.add(residual_TE, hidden, before)
 
     def add(self, residual_TE: torch.Tensor, x_TE: torch.Tensor) -> torch.Tensor:
         """residual + this rank's part of this layer of x; `residual` is overwritten and

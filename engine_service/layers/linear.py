@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from engine_service.distributed import ALONE, Group
+from engine_service.layers.ahead import Ahead, add_ranks
 from engine_service.layers.norm import RMSNorm
 from engine_service.layers.slots import Piece, Share, Slot, Slots
 from engine_service.schemes.base import LinearScheme
@@ -59,14 +60,19 @@ class Linear(nn.Module):
         ahead = None if norm is None else (norm.weight, norm.eps)
         return self.scheme.apply(x_TI, self._weights, norm=ahead, gated=gated)
 
-    def add(self, residual_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
-        """residual + the sum of all ranks' forward(x); `residual` is overwritten and returned."""
+    def add(
+        self, residual_TO: torch.Tensor, x_TI: torch.Tensor, before: RMSNorm | None = None
+    ) -> Ahead:
+        """residual + the sum of all ranks' forward(x), written into `residual`; returned for the
+        product that comes next, which takes it behind the norm `before`."""
         if self._group.size == 1:
-            return self.add_part(residual_TO, x_TI)
+            return Ahead(self.add_part(residual_TO, x_TI), before)
         scheme, weights = self.scheme, self._weights
-        return self._group.add_sum(
-            residual_TO, self._site, lambda room: scheme.apply(x_TI, weights, out=room)
-        )
+
+        def make(room: torch.Tensor | None) -> torch.Tensor:
+            return scheme.apply(x_TI, weights, out=room)
+
+        return add_ranks(self._group, residual_TO, self._site, make, before)
 
     def add_part(self, residual_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
         """residual + forward(x), a part of the ranks' sum; `residual` is overwritten and

@@ -123,8 +123,8 @@ class _Layer(nn.Module):
     ) -> torch.Tensor:
         """[T, E]; `x` is overwritten."""
         mixed = self._attend(self.qkv(x_TE), rotary, None, step)
-        x_TE = self.output_norm(self.output.add(x_TE, mixed))
-        return self.outer_norm(self.outer.add(x_TE, self._act(self.inner(x_TE))))
+        x_TE = self.output_norm(self.output.add(x_TE, mixed).x_TE)
+        return self.outer_norm(self.outer.add(x_TE, self._act(self.inner(x_TE))).x_TE)
 
     def slots(self, prefix: str) -> Slots:
         return (

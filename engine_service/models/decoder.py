@@ -6,6 +6,7 @@ What a layer of it may be is said in decoder_layer.py. It knows no file format.
 from __future__ import annotations
 
 from abc import abstractmethod
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from engine_service.attention.base import AttentionStep
 from engine_service.core.step import FULL
 from engine_service.distributed import ALONE, Group
 from engine_service.kernels.vocab_share import VocabShare
+from engine_service.layers.ahead import Ahead
 from engine_service.layers.rope import RotaryTable
 from engine_service.layers.slots import Slot, Slots
 from engine_service.models.base import EXPERTS, CausalModel, HFConfig, ModelTraits
@@ -103,11 +105,15 @@ class Decoder(CausalModel):
         reads_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rotary = self.rotary(positions_T, hidden_TE.dtype)
-        *before, last = self._layers
-        for layer in before:
-            layer(hidden_TE, rotary, step)
+        first, last = self._layers[0], self._layers[-1]
+        ahead = Ahead(hidden_TE, first.input_norm)
+        for layer, behind in pairwise(self._layers):
+            ahead = layer(hidden_TE, ahead, rotary, step, behind.input_norm)
         # Layers of the stages behind this one take keys and values from all that it passes on.
-        last(hidden_TE, rotary, step, reads_N if self._decides else None)
+        if reads_N is None or not self._decides:
+            last(hidden_TE, ahead, rotary, step)
+        else:
+            last.finish(hidden_TE, ahead, rotary, step, reads_N)
         return hidden_TE
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:

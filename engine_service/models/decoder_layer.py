@@ -15,6 +15,7 @@ from torch import nn
 
 from engine_service.attention.base import AttentionStep
 from engine_service.distributed import Group
+from engine_service.layers.ahead import Ahead
 from engine_service.layers.attention import PagedAttention
 from engine_service.layers.embedding import Embedding
 from engine_service.layers.experts import Experts, Mixture
@@ -142,15 +143,9 @@ class _Attention(nn.Module):
             group=build.group,
         )
 
-    def mix(
-        self,
-        residual_TE: torch.Tensor,
-        norm: RMSNorm,
-        rotary: Rotary,
-        step: AttentionStep,
-    ) -> torch.Tensor:
-        """[T, H D] that `output` takes, of norm(residual); keys and values are stored."""
-        return self.attend(self.qkv(residual_TE, norm=norm), rotary, self.norm, step)
+    def mix(self, ahead: Ahead, rotary: Rotary, step: AttentionStep) -> torch.Tensor:
+        """[T, H D] that `output` takes, of what lies ahead; keys and values are stored."""
+        return self.attend(self.qkv(ahead.x_TE, norm=ahead.norm), rotary, self.norm, step)
 
     def slots(self, prefix: str) -> Slots:
         names = [f"{prefix}.{name}" for name in (self.names.query_norm, self.names.key_norm)]
@@ -173,24 +168,40 @@ class Layer(nn.Module):
     def forward(
         self,
         residual_TE: torch.Tensor,
+        ahead: Ahead,
         rotary: Rotary,
         step: AttentionStep,
-        reads_N: torch.Tensor | None = None,
+        before: RMSNorm | None = None,
+    ) -> Ahead:
+        """`residual` is overwritten with what leaves this layer; returned for the layer that comes
+        next, which takes it behind its norm `before`."""
+        return self._add(residual_TE, self.attention.mix(ahead, rotary, step), before)
+
+    def finish(
+        self,
+        residual_TE: torch.Tensor,
+        ahead: Ahead,
+        rotary: Rotary,
+        step: AttentionStep,
+        reads_N: torch.Tensor,
     ) -> None:
-        """`residual` is overwritten with what leaves this layer: of all tokens, or of `reads` [N]
-        int64 at least, where nobody reads the others any more. Their keys and values are stored."""
-        attention, rows = self.attention, residual_TE
-        mixed = attention.mix(residual_TE, self.input_norm, rotary, step)
-        if reads_N is not None:
-            if not len(reads_N):
-                return
-            if self._by_token:
-                rows, mixed = (x.index_select(0, reads_N) for x in (residual_TE, mixed))
-        # Both halves write into the residual stream in place.
-        attention.output.add(rows, mixed)
-        self.feed_forward(rows, self.inner_norm)
-        if reads_N is not None and rows is not residual_TE:
+        """`forward` of which the rows `reads` [N] int64 at least are right, for the last layer:
+        nobody reads the others any more. Their keys and values are stored."""
+        rows, mixed = residual_TE, self.attention.mix(ahead, rotary, step)
+        if not len(reads_N):
+            return
+        if self._by_token:
+            rows, mixed = (x.index_select(0, reads_N) for x in (residual_TE, mixed))
+        self._add(rows, mixed)
+        if rows is not residual_TE:
             residual_TE.index_copy_(0, reads_N, rows)
+
+    def _add(
+        self, rows_TE: torch.Tensor, mixed: torch.Tensor, before: RMSNorm | None = None
+    ) -> Ahead:
+        """Both halves write into the residual stream in place."""
+        inner = self.attention.output.add(rows_TE, mixed, self.inner_norm)
+        return self.feed_forward(rows_TE, inner, before)
 
     def slots(self, prefix: str, names: TensorNames) -> Slots:
         norms = {

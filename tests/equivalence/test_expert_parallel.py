@@ -11,6 +11,7 @@ import torch
 
 from engine_service.config import EngineConfig
 from engine_service.distributed import ALONE, Group, Place
+from engine_service.layers.ahead import Ahead
 from engine_service.models.base import CausalModel
 from engine_service.rank_worker import make_strategies
 from engine_service.worker.worker import Worker
@@ -69,18 +70,14 @@ def test_parts_of_a_layer_add_up_to_it(tmp_path: Path, name: str, seed: int) -> 
     whole = experts_of(load(source))
     # So many tokens that every rank has an expert which some of them choose.
     x = torch.randn(64, whole.down.shape[1])
-
-    def norm(_: torch.Tensor) -> torch.Tensor:
-        return x
-
-    want = whole(torch.zeros_like(x), norm)
+    want = whole(torch.zeros_like(x), Ahead(x)).x_TE
     parts = []
     for rank in range(4):
         own = experts_of(rank_of(source, rank, 4))
         assert own.down.shape == (2, *whole.down.shape[1:])
         assert torch.equal(own.down, whole.down[2 * rank : 2 * rank + 2])
         own._group = ALONE  # what it would add to the sum
-        parts.append(own(torch.zeros_like(x), norm))
+        parts.append(own(torch.zeros_like(x), Ahead(x)).x_TE)
     torch.testing.assert_close(sum(parts), want)
     for part in parts:
         assert not torch.allclose(sum(parts) - part, want)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine_service.kernels.jit import INTERPRETED
+from engine_service.kernels.norm import rms_norm_ref
 from engine_service.kernels.peer_sum import (
     MAX_BLOCKS,
     Parts,
@@ -34,25 +35,46 @@ def shared(parts: list[torch.Tensor], rank: int, told: int = LATER) -> Parts:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("num_ranks", "rows", "width"), [(2, 1, 64), (2, 3, 1000), (3, 2, 1024), (4, 5, 520)]
+    ("num_ranks", "rows", "width"),
+    [(2, 1, 64), (2, 3, 1000), (3, 2, 1024), (4, 5, 520), (2, MAX_BLOCKS + 3, 96)],
 )
-def test_every_rank_gets_the_same_sum(
+def test_every_rank_gets_the_same_sum_and_norm(
     num_ranks: int, rows: int, width: int, dtype: torch.dtype, seed: int
 ) -> None:
     torch.manual_seed(seed)
     residual = torch.randn(rows, width).to(dtype)
     parts = [torch.randn(rows, width).to(dtype) for _ in range(num_ranks)]
-    want = add_parts_ref(residual.clone(), tuple(parts))
-    sums = []
+    norm = torch.randn(width).to(dtype), 1e-6
+    sums, norms = [], []
     for rank in range(num_ranks):
-        mine = shared(parts, rank)
-        sums.append(add_parts_triton(residual.to(device, copy=True), mine, rank).cpu())
+        mine, own = shared(parts, rank), residual.to(device, copy=True)
+        normed = add_parts_triton(own, mine, rank, (norm[0].to(device), norm[1]))
+        assert normed is not None
+        sums.append(own.cpu())
+        norms.append(normed.cpu())
         told = [int(mine.signals[peer][rank, 0]) for peer in range(num_ranks)]
         assert told == [LATER if peer == rank else 1 for peer in range(num_ranks)]
-    for one in sums:
+    for one, two in zip(sums, norms, strict=True):
         assert torch.equal(one, sums[0])
+        assert torch.equal(two, norms[0])
+    want = residual.clone()
+    add_parts_ref(want, tuple(parts))
     # Triton's interpreter cuts bfloat16 off where a device rounds it.
-    torch.testing.assert_close(sums[0], want, rtol=2**-7 if dtype.itemsize == 2 else 0, atol=1e-6)
+    close = {"rtol": 2**-6 if dtype.itemsize == 2 else 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(sums[0], want, **close)
+    torch.testing.assert_close(norms[0], rms_norm_ref(sums[0], *norm), **close)
+
+
+def test_a_sum_that_nobody_norms_is_the_same() -> None:
+    parts = [torch.randn(3, 96) for _ in range(2)]
+    one, other = torch.zeros(3, 96, device=device), torch.zeros(3, 96, device=device)
+    assert add_parts_triton(one, shared(parts, 0), 0) is None
+    assert (
+        add_parts_triton(other, shared(parts, 0), 0, (torch.ones(96, device=device), 1e-6))
+        is not None
+    )
+    assert torch.equal(one, other)
+    assert torch.equal(one.cpu(), parts[0] + parts[1])
 
 
 def test_the_order_of_ranks_counts() -> None:
@@ -60,13 +82,15 @@ def test_the_order_of_ranks_counts() -> None:
     torch.manual_seed(1)
     parts = tuple(torch.randn(4, 512) * 10**power for power in (-3, 4, 0))
     residual = torch.randn(4, 512)
-    one, other = (add_parts_ref(residual.clone(), some) for some in (parts, parts[::-1]))
+    one, other = residual.clone(), residual.clone()
+    add_parts_ref(one, parts)
+    add_parts_ref(other, parts[::-1])
     assert not torch.equal(one, other)
 
 
 def test_launches_are_counted_on_the_device() -> None:
-    mine = shared([torch.ones(1, 2048)] * 2, 1)
-    residual = torch.zeros(1, 2048, device=device)
+    mine = shared([torch.ones(2, 1024)] * 2, 1)
+    residual = torch.zeros(2, 1024, device=device)
     for turn in range(1, 4):
         add_parts_triton(residual, mine, 1)
         assert int(residual[0, 0]) == 2 * turn

@@ -1,0 +1,39 @@
+"""What stands between a sum and the product behind it: the residual stream, and a norm of it.
+
+Ranks that sum over each other's memory hold whole rows while they do, and make the norm then. It
+knows no products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from engine_service.distributed import Group
+from engine_service.layers.norm import RMSNorm
+
+
+class Ahead(NamedTuple):
+    """What the next product takes: x, behind `norm` where that is still to be made."""
+
+    x_TE: torch.Tensor
+    norm: RMSNorm | None = None
+
+    def normed(self) -> torch.Tensor:
+        """Same shape as x."""
+        return self.x_TE if self.norm is None else self.norm(self.x_TE)
+
+
+def add_ranks(
+    group: Group,
+    residual_TE: torch.Tensor,
+    site: int,
+    make: Callable[[torch.Tensor | None], torch.Tensor],
+    before: RMSNorm | None,
+) -> Ahead:
+    """`Group.add_sum`; what it leaves is read behind the norm `before`."""
+    own = None if before is None else (before.weight, before.eps)
+    normed_TE = group.add_sum(residual_TE, site, make, norm=own)
+    return Ahead(residual_TE, before) if normed_TE is None else Ahead(normed_TE)
