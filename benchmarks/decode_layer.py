@@ -99,7 +99,7 @@ class Decoder:
         self._residual = _random(rows, shape.hidden, device)
         self._tiles = short_tiles(16, shape.head_dim, torch.bfloat16, rows * shape.kv_heads)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        num_splits = count_splits(rows, shape.kv_heads, context, num_sms=num_sms)
+        num_splits = count_splits(rows, shape.kv_heads, context, block_m=16, num_sms=num_sms)
         self._parts = None
         if num_splits > 1:
             size = (rows, shape.kv_heads, num_splits)

@@ -66,10 +66,12 @@ def short_rows(max_query_len: int, group_size: int) -> int | None:
 
 def short_tiles(block_m: int, head_dim: int, dtype: torch.dtype, num_programs: int = 1) -> Tiles:
     """The default cut for `short_rows`. `num_programs`, spans times key-value heads, decides
-    whether smaller tiles let all of them run at once."""
+    whether tiles with fewer loads in flight, or fewer keys, let all of them run at once."""
     if dtype == torch.float32:
         return Tiles(block_m, 16 if head_dim > 128 else 32, 4 if block_m < 64 else 8, 2)
     crowded = block_m < 64 and 384 <= num_programs < 1024
+    if crowded and block_m == 16 and head_dim <= 128:
+        return Tiles(block_m, 64, num_warps=2, num_stages=2)
     block_n = 32 if head_dim > 128 or crowded else 64
     return Tiles(block_m, block_n, 4 if block_m < 128 else 8, 3)
 

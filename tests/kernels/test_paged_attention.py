@@ -172,6 +172,21 @@ def test_short_queries(
     close(step.short(num_splits, tiles, repeats=2), step.want())
 
 
+@pytest.mark.parametrize("num_programs", [1, 384, 1024])
+@pytest.mark.parametrize("block", [1, 4, 8, 32])
+def test_cuts_for_many_programs(block: int, num_programs: int, seed: int) -> None:
+    """Blocks of several lengths, whose tiles are cut by how many programs there are."""
+    spans = [
+        Span(row, start, start + block, start + block, block, 0, 0)
+        for row, start in enumerate((0, 96, 288))
+    ]
+    step = problem(spans, seed, heads=(4, 1), head_dim=64, dtype=torch.bfloat16)
+    rows = short_rows(block, 4)
+    assert rows is not None
+    tiles = short_tiles(rows, step.shape.head_dim, torch.bfloat16, num_programs)
+    close(step.short(2, tiles), step.want())
+
+
 @pytest.mark.parametrize("window", [None, 150])
 @pytest.mark.parametrize("heads", [(4, 2), (6, 2), (2, 2)])
 def test_one_query_each(heads: tuple[int, int], window: int | None, seed: int) -> None:
@@ -339,10 +354,11 @@ def test_a_captured_step_serves_others(longest: int, seed: int) -> None:
 def test_tiles_fit_their_kernels() -> None:
     for head_dim, dtype in product((32, 64, 128, 192, 256), TOLERANCE):
         for rows in (16, 32, 64, 128):
-            tiles = short_tiles(rows, head_dim, dtype)
-            assert tiles.block_m == rows
-            staged = (rows + 2 * tiles.num_stages * tiles.block_n) * max(head_dim, 16)
-            assert staged * dtype.itemsize < 200_000
+            for num_programs in (1, 384, 1024):
+                tiles = short_tiles(rows, head_dim, dtype, num_programs)
+                assert tiles.block_m == rows
+                staged = (rows + 2 * tiles.num_stages * tiles.block_n) * max(head_dim, 16)
+                assert staged * dtype.itemsize < 200_000
         tiles = long_tiles(head_dim, dtype)
         staged = (tiles.block_m + 2 * tiles.num_stages * tiles.block_n) * head_dim
         assert staged * dtype.itemsize < 200_000
