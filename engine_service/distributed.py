@@ -12,7 +12,6 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -25,6 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine_service.device_kinds import check_kinds, kind_of
 from engine_service.peers import PeerSums
+from engine_service.pushes import MakeRows
 from engine_service.stages import WHOLE, Links, Stage
 
 # torch 2.13 renames it and warns of the old name; older ones know no other.
@@ -86,21 +86,20 @@ class Group:
         self,
         residual: torch.Tensor,
         site: int,
-        make: Callable[[torch.Tensor | None], torch.Tensor],
+        make: MakeRows,
         *,
         norm: tuple[torch.Tensor, float] | None = None,
+        by_rows: bool = False,
     ) -> torch.Tensor | None:
-        """residual := residual + the sum of what `make` gives on all ranks. `make` writes into the
-        tensor that it is given, if any. Returns the RMSNorm (weight, eps) of the sum, if one is
-        given and the sum has it for nothing.
+        """residual := residual + the sum of what `make` gives on all ranks. `by_rows`: it can also
+        make some rows after others. Returns the RMSNorm (weight, eps) of the sum, if one is given
+        and the sum has it for nothing.
 
         Sums that follow each other have different sites (below peers.NUM_SITES).
         """
-        room = None if self.peers is None else self.peers.room(site, residual)
-        part = make(room)
-        if room is not None and self.peers is not None:
-            return self.peers.add(site, residual, norm)
-        residual.add_(self.sum_(part))
+        if self.peers is not None and self.peers.fit(residual):
+            return self.peers.add_sum(site, residual, make, norm, by_rows=by_rows)
+        residual.add_(self.sum_(make(slice(None), None)))
         return None
 
     def sum_(self, x: torch.Tensor) -> torch.Tensor:

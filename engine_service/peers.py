@@ -1,4 +1,4 @@
-"""Memory that the ranks of one machine read of each other, for sums of small tensors.
+"""Memory that the ranks of one machine read of each other, for sums over them.
 
 It does not know models; `distributed.Group` asks it before it asks NCCL.
 """
@@ -13,10 +13,11 @@ import torch.distributed._symmetric_memory as symmetric
 
 from engine_service.kernels.jit import runs_triton
 from engine_service.kernels.peer_sum import MAX_BLOCKS, Parts, add_parts_triton, release
+from engine_service.pushes import LEAST_ROWS, MakeRows, Pushes
 
 NUM_SITES = 2
 """Places that parts are written to in turn: a place is free again when the next sum has begun."""
-_MOST_BYTES = {2: 64 << 20}
+_MOST_BYTES = {2: 128 << 20}
 """Of a part, by ranks: two read no more from each other so than in a ring."""
 _FEW_BYTES = 1 << 20
 """With more ranks: above, each would read more than the parts of a ring."""
@@ -31,7 +32,7 @@ def release_all() -> None:
 
 
 class PeerSums:
-    """`room` to compute a part in, and `add` to sum what all ranks have put there."""
+    """Sums of tensors that `fit`; `add` is the second half of one whose part is there already."""
 
     def __init__(
         self,
@@ -66,18 +67,40 @@ class PeerSums:
         self._sites = [
             Parts(tuple(part[site] for part in parts), signals, count) for site in range(NUM_SITES)
         ]
+        self._pushes = None
+        if size == 2 and self._rows >= LEAST_ROWS:
+            sizes = {"sites": NUM_SITES, "rows": self._rows, "width": width}
+            self._pushes = Pushes(rank, share, **sizes, dtype=dtype)
         self._aside = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)
         _OPEN.add(self)
 
-    def room(self, site: int, residual: torch.Tensor) -> torch.Tensor | None:
-        """Where this rank's part of a sum with `residual` goes; None if it does not fit, or where
-        kernels have been given up."""
-        if not runs_triton(residual):
-            return None
+    def fit(self, residual: torch.Tensor) -> bool:
+        """Whether there is room for parts of a sum with `residual`; not where kernels have been
+        given up."""
         rows, width = residual.shape
         fits = 0 < rows <= self._rows and (width, residual.dtype) == (self._width, self._dtype)
-        return self._sites[site].parts[self._rank][:rows] if fits else None
+        return fits and runs_triton(residual)
+
+    def add_sum(
+        self,
+        site: int,
+        residual: torch.Tensor,
+        make: MakeRows,
+        norm: tuple[torch.Tensor, float] | None = None,
+        *,
+        by_rows: bool = False,
+    ) -> torch.Tensor | None:
+        """residual := residual + the sum of what `make` gives on all ranks; returns its RMSNorm
+        (weight, eps), if one is given. `by_rows`: it can also make some rows after others."""
+        num_rows = len(residual)
+        part = self._sites[site].parts[self._rank][:num_rows]
+        # Steps that are captured are small; and copies are counted on the host.
+        captured = torch.cuda.is_current_stream_capturing()
+        if self._pushes is None or not by_rows or num_rows < LEAST_ROWS or captured:
+            make(slice(None), part)
+            return self.add(site, residual, norm)
+        return self._pushes.add(site, residual, part, make, norm)
 
     def add(
         self, site: int, residual: torch.Tensor, norm: tuple[torch.Tensor, float] | None = None
@@ -90,3 +113,5 @@ class PeerSums:
         """See `release_all`."""
         with torch.cuda.stream(self._aside):
             release(self._sites[0], self._rank)  # all sites have the same signals
+            if self._pushes is not None:
+                self._pushes.release()

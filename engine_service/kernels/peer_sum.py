@@ -48,6 +48,35 @@ def add_parts_ref(
 
 
 @jit
+def add_row(
+    residual_ptr: tl.tensor,
+    parts: tl.tensor,
+    normed_ptr: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
+    NUM_PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """`add_parts_ref` of one row; `weight` of the norm, or None."""
+    place, inside = row * WIDTH + column, column < WIDTH
+    total = tl.load(parts[0] + place, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, NUM_PARTS):
+        total += tl.load(parts[part] + place, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(residual_ptr + place, mask=inside, other=0.0)
+    x = (x.to(tl.float32) + total).to(x.dtype)
+    tl.store(residual_ptr + place, x, mask=inside)
+    if weight is not None:
+        tl.store(normed_ptr + place, normed_row(x, weight, eps, WIDTH), mask=inside)
+
+
+def row_warps(block: int) -> int:
+    """Of a program that holds rows of `block` elements: a load of 16 bytes a thread, or two."""
+    return min(max(block // 256, 1), 16)
+
+
+@jit
 def _add_parts_kernel(
     residual_ptr: tl.tensor,
     parts: tl.tensor,
@@ -66,9 +95,9 @@ def _add_parts_kernel(
 ) -> None:
     block = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
+    weight = None
     if weight_ptr is not None:
-        weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+        weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -87,15 +116,7 @@ def _add_parts_kernel(
                 pass
     tl.debug_barrier()
     for row in range(block, num_rows, tl.num_programs(0)):
-        place = row * WIDTH + column
-        total = tl.load(parts[0] + place, mask=inside, other=0.0).to(tl.float32)
-        for peer in tl.static_range(1, NUM_RANKS):
-            total += tl.load(parts[peer] + place, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(residual_ptr + place, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + total).to(x.dtype)
-        tl.store(residual_ptr + place, x, mask=inside)
-        if weight_ptr is not None:
-            tl.store(normed_ptr + place, normed_row(x, weight, eps, WIDTH), mask=inside)
+        add_row(residual_ptr, parts, normed_ptr, row, column, weight, eps, NUM_RANKS, WIDTH)
 
 
 def release(shared: Parts, rank: int) -> None:
@@ -138,7 +159,7 @@ def add_parts_triton(
         MAX=MAX_BLOCKS,
         BLOCK=block,
         PDL=overlap,
-        num_warps=min(max(block // 256, 1), 16),
+        num_warps=row_warps(block),
         launch_pdl=overlap,
     )
     return normed_TE

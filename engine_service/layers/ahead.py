@@ -6,13 +6,13 @@ knows no products.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from engine_service.distributed import Group
 from engine_service.layers.norm import RMSNorm
+from engine_service.pushes import MakeRows
 
 
 class Ahead(NamedTuple):
@@ -30,10 +30,12 @@ def add_ranks(
     group: Group,
     residual_TE: torch.Tensor,
     site: int,
-    make: Callable[[torch.Tensor | None], torch.Tensor],
+    make: MakeRows,
     before: RMSNorm | None,
+    *,
+    by_rows: bool = False,
 ) -> Ahead:
     """`Group.add_sum`; what it leaves is read behind the norm `before`."""
     own = None if before is None else (before.weight, before.eps)
-    normed_TE = group.add_sum(residual_TE, site, make, norm=own)
+    normed_TE = group.add_sum(residual_TE, site, make, norm=own, by_rows=by_rows)
     return Ahead(residual_TE, before) if normed_TE is None else Ahead(normed_TE)

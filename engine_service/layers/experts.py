@@ -115,7 +115,7 @@ class Experts(nn.Module):
                 down_XEI=self.down,
             )
 
-        def make(room: torch.Tensor | None) -> torch.Tensor:
+        def make(rows: slice, room: torch.Tensor | None) -> torch.Tensor:
             return add_to(torch.zeros_like(residual_TE) if room is None else room.zero_())
 
         if self._group.size == 1:

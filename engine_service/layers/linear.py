@@ -69,10 +69,10 @@ class Linear(nn.Module):
             return Ahead(self.add_part(residual_TO, x_TI), before)
         scheme, weights = self.scheme, self._weights
 
-        def make(room: torch.Tensor | None) -> torch.Tensor:
-            return scheme.apply(x_TI, weights, out=room)
+        def make(rows: slice, room: torch.Tensor | None) -> torch.Tensor:
+            return scheme.apply(x_TI[rows], weights, out=room)
 
-        return add_ranks(self._group, residual_TO, self._site, make, before)
+        return add_ranks(self._group, residual_TO, self._site, make, before, by_rows=True)
 
     def add_part(self, residual_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
         """residual + forward(x), a part of the ranks' sum; `residual` is overwritten and

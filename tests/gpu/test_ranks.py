@@ -4,6 +4,8 @@ lost rank ends the group in time and leaves the devices as they were."""
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,3 +123,13 @@ def test_what_another_stage_decided_is_written_without_waiting() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert tokens.view(-1).nonzero().flatten().tolist() == [1, 23]
+
+
+def test_parts_of_many_rows_are_pushed_and_waited_for() -> None:
+    """Bit for bit as parts that are read; control: ranks that do not wait add what is not there."""
+    command = [sys.executable, "-m", "tests.gpu.pushed_sums"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240.0, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    wrong, unwaited = map(int, done.stdout.split())
+    assert wrong == 0
+    assert unwaited > 0

@@ -20,7 +20,6 @@ from engine_service.composition import compose
 from engine_service.config import EngineConfig
 from engine_service.core.step import StepPlan
 from engine_service.distributed import FIRST, Group, Place, open_store
-from engine_service.kernels.peer_sum import Parts
 from engine_service.peers import PeerSums
 from engine_service.pipe import pack
 from engine_service.rank_worker import open_worker
@@ -197,15 +196,13 @@ def test_nobody_adds_by_a_kernel_where_kernels_have_been_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sums = PeerSums.__new__(PeerSums)
-    part, residual = torch.zeros(8, 64), torch.zeros(3, 64)
+    residual = torch.zeros(3, 64)
     sums._rows, sums._width, sums._dtype, sums._rank = 8, 64, torch.float32, 0
-    sums._sites = [Parts((part,), (), torch.zeros(1))]
     monkeypatch.setattr(peers, "runs_triton", lambda x: True)
-    room = sums.room(0, residual)
-    assert room is not None
-    assert room.shape == residual.shape
+    assert sums.fit(residual)
+    assert not sums.fit(torch.zeros(9, 64))
     monkeypatch.setattr(peers, "runs_triton", lambda x: False)
-    assert sums.room(0, residual) is None
+    assert not sums.fit(residual)
 
 
 def test_a_stage_on_the_cpu_times_its_steps_without_a_device(
