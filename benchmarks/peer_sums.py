@@ -2,9 +2,13 @@
 kernel, a sum over peer memory and a kernel, and both in one launch.
 
     python -m benchmarks.peer_sums [--gpus 2] [--width 4096] [--rows 1,16,128,256,2048,8192]
+    python -m benchmarks.peer_sums --inputs 2048,6144 --rows 4096,8192
 
 Microseconds of rank 0 where they stand, in a captured graph of many, medians over rounds in which
 all take turns. Bytes are what a rank reads from another, against the time of one launch.
+
+With `--inputs`: the product of so many inputs in front of it too, alone, as a whole with the sum
+behind it, and in chunks that are copied beside it. Not captured: as prompts run.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import argparse
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 
 import torch
@@ -21,6 +26,7 @@ import torch.multiprocessing as processes
 from engine_service.distributed import Group, Place, meet, open_store
 from engine_service.kernels.norm import add_rms_norm, rms_norm
 from engine_service.peers import NUM_SITES, PeerSums
+from engine_service.pushes import MakeRows
 
 _ROUNDS, _SUMS, _REPLAYS = 15, 20, 5
 _EPS = 1e-6
@@ -59,20 +65,49 @@ def capture(one: Sum, residual: torch.Tensor, weight: torch.Tensor) -> torch.cud
     return graph
 
 
-def in_turn(graphs: Sequence[torch.cuda.CUDAGraph]) -> list[float]:
-    """Median microseconds of a sum, by graph."""
-    times: list[list[float]] = [[] for _ in graphs]
+def in_turn(runs: Sequence[Callable[[], object]]) -> list[float]:
+    """Median microseconds of a sum, by what runs `_SUMS` of them."""
+    times: list[list[float]] = [[] for _ in runs]
     for _ in range(_ROUNDS):
-        for graph, own in zip(graphs, times, strict=True):
+        for run, own in zip(runs, times, strict=True):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()
+            run()
             begin.record()
             for _ in range(_REPLAYS):
-                graph.replay()
+                run()
             end.record()
             end.synchronize()
             own.append(begin.elapsed_time(end) * 1000 / _REPLAYS / _SUMS)
     return [median(own) for own in times]
+
+
+def measure_products(
+    rank: int, peers: PeerSums, num_inputs: int, norm: torch.Tensor, all_rows: Sequence[int]
+) -> None:
+    """Prints a line a number of rows."""
+    like = {"dtype": norm.dtype, "device": norm.device}
+    weight = torch.randn(len(norm), num_inputs, **like) * 0.02
+    if not rank:
+        print("inputs  rows       alone  whole, sum  in chunks")
+    for num_rows in all_rows:
+        residual = torch.randn(num_rows, len(norm), **like)
+        x, y = torch.randn(num_rows, num_inputs, **like), torch.empty_like(residual)
+
+        def make(rows: slice, room: torch.Tensor | None, x: torch.Tensor = x) -> torch.Tensor:
+            return torch.mm(x[rows], weight.t(), out=room)
+
+        def alone(make: MakeRows = make, y: torch.Tensor = y) -> None:
+            for _ in range(_SUMS):
+                make(slice(None), y)
+
+        def summed(by_rows: bool, make: MakeRows = make, residual: torch.Tensor = residual) -> None:
+            for at in range(_SUMS):
+                peers.add_sum(at % NUM_SITES, residual, make, (norm, _EPS), by_rows=by_rows)
+
+        times = in_turn([alone, partial(summed, False), partial(summed, True)])
+        if not rank:
+            told = "".join(f"{time:12.1f}" for time in times)
+            print(f"{num_inputs:6d}{num_rows:6d}{told}", flush=True)
 
 
 @torch.inference_mode()
@@ -85,14 +120,18 @@ def measure(rank: int, said: argparse.Namespace, place: tuple[str, int]) -> None
     assert group.peers is not None, "these devices do not read each other's memory"
     weight = torch.ones(said.width, dtype=torch.bfloat16, device=device)
     sums = list_sums(group, group.peers)
-    if not rank:
+    if said.inputs:
+        for num_inputs in said.inputs:
+            measure_products(rank, group.peers, num_inputs, weight, said.rows)
+        said.rows = []
+    elif not rank:
         print("  rows" + "".join(f"{name:>14s}" for name in sums) + "   MB from a peer   GB/s")
     for num_rows in said.rows:
         residual = torch.randn(num_rows, said.width, dtype=torch.bfloat16, device=device)
-        if group.peers.room(0, residual) is None:
+        if not group.peers.fit(residual):
             continue
         graphs = [capture(one, residual, weight) for one in sums.values()]
-        times = in_turn(graphs)
+        times = in_turn([graph.replay for graph in graphs])
         del graphs
         if not rank:
             size = residual.numel() * residual.itemsize / 1e6
@@ -109,11 +148,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--rows", default="1,16,128,256,2048,8192")
+    parser.add_argument("--inputs", default="")
     said = parser.parse_args(argv)
     said.rows = [int(word) for word in said.rows.split(",")]
+    said.inputs = [int(word) for word in said.inputs.split(",") if word]
     if torch.cuda.device_count() < said.gpus:
         parser.exit(2, f"benchmarks.peer_sums needs {said.gpus} CUDA devices\n")
-    store, port = open_store(socket.create_server(("127.0.0.1", 0)))
+    _store, port = open_store(socket.create_server(("127.0.0.1", 0)))
     processes.spawn(measure, args=(said, ("127.0.0.1", port)), nprocs=said.gpus)
 
 
