@@ -1,6 +1,7 @@
-"""Which experts tokens take by sigmoid scores among the best groups of experts, and their shares.
+"""Which experts tokens take and their shares: by sigmoid scores among the best groups of experts,
+which is DeepSeek-V3's rule (arXiv 2412.19437, section 2.1.2), or the most likely of a softmax.
 
-The rule is DeepSeek-V3's (arXiv 2412.19437, section 2.1.2). It does not know experts or weights.
+It does not know experts or weights.
 Shape legend: T tokens, X experts in N groups of S, A experts of a token.
 """
 
@@ -29,6 +30,13 @@ class GroupRule(NamedTuple):
     """Groups that it chooses from: those whose two best biased scores have the largest sum."""
     renormalised: bool
     scale: float
+
+
+class SoftmaxRule(NamedTuple):
+    """The most likely experts. Their shares are probabilities, or sum to 1 if renormalised."""
+
+    per_token: int
+    renormalised: bool
 
 
 def best_of(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -69,6 +77,24 @@ def choose_experts(
     """`choose_experts_ref`; one launch on CUDA."""
     choose = choose_experts_triton if runs_triton(logits_TX) else choose_experts_ref
     return choose(logits_TX, bias_X, rule)
+
+
+def choose_likely_ref(
+    logits_TX: torch.Tensor, rule: SoftmaxRule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """([T, A] int64 experts, best first, [T, A] shares); of equal ones the lowest comes first."""
+    probabilities = logits_TX.softmax(-1)
+    experts = best_of(probabilities, rule.per_token)
+    shares = probabilities.gather(1, experts)
+    if rule.renormalised:
+        shares = shares / shares.sum(-1, keepdim=True)
+    return experts, shares
+
+
+def choose_likely(logits_TX: torch.Tensor, rule: SoftmaxRule) -> tuple[torch.Tensor, torch.Tensor]:
+    """`choose_likely_ref`; one launch on CUDA."""
+    choose = choose_likely_triton if runs_triton(logits_TX) else choose_likely_ref
+    return choose(logits_TX, rule)
 
 
 @jit
@@ -174,6 +200,76 @@ def choose_experts_triton(
         BLOCK_S=triton.next_power_of_2(size),
         BLOCK_A=triton.next_power_of_2(rule.per_token),
         TINY=_TINY,
+        PDL=overlap,
+        launch_pdl=overlap,
+    )
+    return experts, shares
+
+
+@partial(jit, do_not_specialize=["num_tokens"])
+def _choose_likely_kernel(
+    logit_ptr: tl.tensor,
+    expert_ptr: tl.tensor,
+    share_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    num_experts: tl.tensor,
+    R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    is_token = (token < num_tokens)[:, None]
+    expert = tl.arange(0, BLOCK_X)[None, :]
+    real = expert < num_experts
+    lines = logit_ptr + token[:, None] * num_experts
+    logit = tl.load(lines + expert, mask=real & is_token, other=0.0)
+    logit = tl.where(real, logit, float("-inf"))
+    top = tl.max(logit, axis=1)[:, None]
+    total = tl.sum(tl.exp(logit - top), axis=1)[:, None]
+    key = tl.where(real, _ranked(tl.exp(logit - top) / total, expert), -(1 << 62))
+    column = tl.arange(0, BLOCK_A)[None, :]
+    chosen = tl.zeros([BLOCK_T, BLOCK_A], tl.int64)
+    PER_TOKEN: tl.constexpr = R.per_token
+    for index in tl.static_range(PER_TOKEN):
+        best = tl.max(key, axis=1)
+        chosen = tl.where(column == index, (0xFFFF - (best & 0xFFFF))[:, None], chosen)
+        key = tl.where(key == best[:, None], -(1 << 62), key)
+    mask = (column < R.per_token) & is_token
+    share = tl.exp(tl.load(lines + chosen, mask=mask, other=float("-inf")) - top) / total
+    if R.renormalised:
+        share = share / tl.where(is_token, tl.sum(share, axis=1)[:, None], 1.0)
+    place = token[:, None] * R.per_token + column
+    tl.store(expert_ptr + place, chosen, mask=mask)
+    tl.store(share_ptr + place, share, mask=mask)
+
+
+def choose_likely_triton(
+    logits_TX: torch.Tensor, rule: SoftmaxRule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`choose_likely_ref` in one launch, of float32; see `choose_experts_triton`."""
+    num_tokens, num_experts = logits_TX.shape
+    assert logits_TX.dtype is torch.float32
+    assert logits_TX.is_contiguous()
+    assert num_experts <= 0xFFFF
+    shape = (num_tokens, rule.per_token)
+    experts = torch.empty(shape, dtype=torch.int64, device=logits_TX.device)
+    shares = logits_TX.new_empty(shape)
+    overlap = overlaps_launches(logits_TX.device)
+    _choose_likely_kernel[(triton.cdiv(num_tokens, _TOKENS),)](
+        logits_TX,
+        experts,
+        shares,
+        num_tokens,
+        num_experts,
+        rule,
+        BLOCK_T=_TOKENS,
+        BLOCK_X=triton.next_power_of_2(num_experts),
+        BLOCK_A=triton.next_power_of_2(rule.per_token),
         PDL=overlap,
         launch_pdl=overlap,
     )

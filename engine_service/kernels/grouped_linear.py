@@ -4,9 +4,8 @@ results. It does not know how experts are chosen.
 Shape legend: T tokens, A experts of a token, R = T A rows (row t A + a is token t for its expert
 a), X experts, E hidden size, I inner size, W rows of an expert's weight.
 
-Rows are sorted by expert, and every expert's are padded to whole tiles. Where tiles lie is found
-out on the device, and a grid has programs for the most tiles there could be, so that one captured
-graph serves every choice of experts. Nothing is added atomically: results repeat bit for bit.
+A grid has programs for the most tiles there could be (`group_rows`), so that one captured graph
+serves every choice of experts. Nothing is added atomically: results repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import torch
 from torch.nn import functional
 
 from engine_service.kernels.activation import silu_mul
+from engine_service.kernels.group_rows import RowGroups, group_rows_triton
 from engine_service.kernels.jit import (
     fitting_stages,
     jit,
@@ -26,9 +26,6 @@ from engine_service.kernels.jit import (
     tl,
     triton,
 )
-
-_CHUNKS = (1024, 4096)
-"""Rows that are counted at a time, at least and at most: few turns, whose loads wait in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +42,6 @@ class Tiles:
     num_stages: int
 
 
-@dataclass(frozen=True, slots=True)
-class RowGroups:
-    """Rows sorted by expert in tiles of `block_m`; only tiles that have an expert are filled."""
-
-    rows: torch.Tensor
-    """[tiles * block_m] int32: rows in their order; R where a tile is padded."""
-    experts: torch.Tensor
-    """[tiles] int32: the expert of a tile; X for tiles that are not needed."""
-
-
-def _most_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Tiles that `num_rows` rows can need: every expert may leave one tile all but empty, and every
-    tile holds a row."""
-    return min(num_rows, (num_rows + num_experts * (block_m - 1)) // block_m)
-
-
 def choose_tiles(num_rows: int, num_experts: int, dtype: torch.dtype, *, gated: bool) -> Tiles:
     """Small tiles where experts get few rows each and reading weights is all the time there is.
     `block_m` is the same for both products of an expert, whose rows are grouped once."""
@@ -69,22 +50,6 @@ def choose_tiles(num_rows: int, num_experts: int, dtype: torch.dtype, *, gated: 
     if num_rows <= 16 * num_experts:
         return Tiles(16, 64, 128, num_warps=4, num_stages=4)
     return Tiles(64, 64 if gated else 128, 64, num_warps=4, num_stages=3)
-
-
-def group_rows_ref(experts_R: torch.Tensor, num_experts: int, block_m: int) -> RowGroups:
-    """Rows of equal expert in ascending order, experts in ascending order."""
-    chosen = experts_R.tolist()
-    num_tiles = _most_tiles(len(chosen), num_experts, block_m)
-    rows: list[int] = []
-    experts: list[int] = []
-    for expert in range(num_experts):
-        own = [row for row, other in enumerate(chosen) if other == expert]
-        own += [len(chosen)] * (-len(own) % block_m)
-        rows += own
-        experts += [expert] * (len(own) // block_m)
-    rows += [len(chosen)] * (num_tiles * block_m - len(rows))
-    experts += [num_experts] * (num_tiles - len(experts))
-    return RowGroups(*(torch.tensor(x, dtype=torch.int32) for x in (rows, experts)))
 
 
 def grouped_linear_ref(
@@ -136,7 +101,7 @@ def mix_experts(
     gate_up_XWE: torch.Tensor,
     down_XEI: torch.Tensor,
 ) -> torch.Tensor:
-    """`mix_experts_ref`; four launches on CUDA."""
+    """`mix_experts_ref`; four launches or five on CUDA."""
     compute = mix_experts_triton if runs_triton(x_TE) else mix_experts_ref
     return compute(
         residual_TE,
@@ -146,77 +111,6 @@ def mix_experts(
         gate_up_XWE=gate_up_XWE,
         down_XEI=down_XEI,
     )
-
-
-@partial(jit, do_not_specialize=["R", "num_tiles"])
-def _group_rows_kernel(
-    expert_ptr: tl.tensor,
-    row_ptr: tl.tensor,
-    tile_ptr: tl.tensor,
-    R: tl.tensor,
-    X: tl.tensor,
-    num_tiles: tl.tensor,
-    BLOCK_M: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """A program sorts the rows of one expert. All of them count everything, which costs less than
-    a launch between counting and sorting."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    own = tl.program_id(0)
-    offset = tl.arange(0, CHUNK)
-    counts = tl.zeros([BLOCK_X], tl.int32)
-    for start in range(0, R, CHUNK):
-        inside = start + offset < R
-        expert = tl.load(expert_ptr + start + offset, mask=inside, other=0).to(tl.int32)
-        counts += tl.histogram(expert, BLOCK_X, mask=inside & (expert >= 0) & (expert < X))
-    tiles = (counts + BLOCK_M - 1) // BLOCK_M
-    column = tl.arange(0, BLOCK_X)
-    first = tl.sum(tl.where(column < own, tiles, 0))
-    stop = first + tl.sum(tl.where(column == own, tiles, 0))
-    for start in range(first, stop, CHUNK):
-        tl.store(tile_ptr + start + offset, own, mask=start + offset < stop)
-    if own == X - 1:
-        for start in range(stop, num_tiles, CHUNK):
-            tl.store(tile_ptr + start + offset, X, mask=start + offset < num_tiles)
-    place = first * BLOCK_M
-    for start in range(0, R, CHUNK):
-        inside = start + offset < R
-        expert = tl.load(expert_ptr + start + offset, mask=inside, other=0).to(tl.int32)
-        mine = (inside & (expert == own)).to(tl.int32)
-        rank = tl.cumsum(mine, axis=0) - 1
-        tl.store(row_ptr + place + rank, start + offset, mask=mine != 0)
-        place += tl.sum(mine)
-    pad = place + tl.arange(0, BLOCK_M)
-    tl.store(row_ptr + pad, R, mask=pad < stop * BLOCK_M)
-
-
-def group_rows_triton(experts_R: torch.Tensor, num_experts: int, block_m: int) -> RowGroups:
-    """`group_rows_ref` in one launch; rows of tiles that are not needed hold anything."""
-    num_rows, device = len(experts_R), experts_R.device
-    num_tiles = _most_tiles(num_rows, num_experts, block_m)
-    rows = torch.empty(num_tiles * block_m, dtype=torch.int32, device=device)
-    experts = torch.empty(num_tiles, dtype=torch.int32, device=device)
-    overlap = overlaps_launches(device)
-    chunk = min(max(triton.next_power_of_2(num_rows), _CHUNKS[0]), _CHUNKS[1])
-    _group_rows_kernel[(num_experts,)](
-        experts_R,
-        rows,
-        experts,
-        num_rows,
-        num_experts,
-        num_tiles,
-        BLOCK_M=block_m,
-        BLOCK_X=triton.next_power_of_2(num_experts),
-        CHUNK=chunk,
-        PDL=overlap,
-        num_warps=chunk // 256,
-        launch_pdl=overlap,
-    )
-    return RowGroups(rows, experts)
 
 
 @jit
@@ -363,8 +257,8 @@ def mix_experts_triton(
     down_XEI: torch.Tensor,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """`mix_experts_ref` in four launches. Weights are contiguous, rows of `residual` and x may lie
-    apart; shares are float32; float64 is not there."""
+    """`mix_experts_ref` in four launches or five. Weights are contiguous, rows of `residual` and x
+    may lie apart; shares are float32; float64 is not there."""
     num_tokens, per_token = experts_TA.shape
     num_rows, num_experts, width = experts_TA.numel(), len(gate_up_XWE), residual_TE.shape[1]
     first, second = (

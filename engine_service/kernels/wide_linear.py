@@ -3,8 +3,9 @@
 Tensor cores multiply bfloat16. A float32 number is the sum of three bfloat16 numbers, each the
 rounding of what the ones before leave, and their products with a bfloat16 number are exact in
 float32: three products on tensor cores are one in float32, at a multiple of its rate (as in
-Markidis et al. 2018, arXiv 1803.04014, with two halves). It does not know what is multiplied.
-Shape legend: T rows, I inputs, O outputs.
+Markidis et al. 2018, arXiv 1803.04014, with two halves). The three are made once: making them
+beside the products took four fifths of a program's instructions. It does not know what is
+multiplied. Shape legend: T rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from engine_service.kernels.jit import (
     triton,
 )
 
-MIN_ROWS = 256
+_MIN_ROWS = 256
 """Fewer rows do not fill the device with tiles."""
-_BLOCK_T, _BLOCK_O, _BLOCK_I = 64, 64, 64
+_BLOCK_O, _BLOCK_I = 64, 64
+_WAVE = 128
+"""Programs that fill the device: rows are cut smaller where there would be fewer."""
 
 
 def wide_linear_ref(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -33,12 +36,36 @@ def wide_linear_ref(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor
     return functional.linear(x_TI.to(weight_OI.dtype), weight_OI)
 
 
-def wide_linear(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """`wide_linear_ref`; one launch for many bfloat16 rows on CUDA."""
-    splits = x_TI.dtype is torch.bfloat16 and weight_OI.dtype is torch.float32
-    if splits and len(x_TI) >= MIN_ROWS and runs_triton(x_TI):
-        return wide_linear_triton(x_TI, weight_OI)
-    return wide_linear_ref(x_TI, weight_OI)
+def split_weight(weight_OI: torch.Tensor) -> torch.Tensor:
+    """[3, O, I] bfloat16 numbers whose sum is the float32 weight, largest first; what is smaller
+    than bfloat16 has it is dropped."""
+    assert weight_OI.dtype is torch.float32
+    pieces, rest = [], weight_OI
+    for _ in range(3):
+        pieces.append(rest.to(torch.bfloat16))
+        rest = rest - pieces[-1].to(torch.float32)
+    return torch.stack(pieces)
+
+
+class WideWeight:
+    """A float32 weight, and where tensor cores multiply it the numbers that it is the sum of."""
+
+    def __init__(self, weight_OI: torch.Tensor) -> None:
+        self.weight_OI = weight_OI
+        self._pieces_3OI: torch.Tensor | None = None
+
+    def split(self, dtype: torch.dtype) -> None:
+        """Once the weight is filled, for rows in `dtype`."""
+        splits = dtype is torch.bfloat16 and self.weight_OI.dtype is torch.float32
+        if splits and runs_triton(self.weight_OI):
+            self._pieces_3OI = split_weight(self.weight_OI)
+
+    def product(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """`wide_linear_ref`; one launch for many rows of a weight that is split."""
+        pieces = self._pieces_3OI
+        if pieces is not None and len(x_TI) >= _MIN_ROWS and runs_triton(x_TI):
+            return wide_linear_triton(x_TI, pieces)
+        return wide_linear_ref(x_TI, self.weight_OI)
 
 
 @partial(jit, do_not_specialize=["num_rows"])
@@ -50,6 +77,7 @@ def _wide_linear_kernel(
     num_outputs: tl.tensor,
     num_inputs: tl.tensor,
     x_stride: tl.tensor,
+    piece_stride: tl.tensor,
     BLOCK_T: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -68,11 +96,10 @@ def _wide_linear_kernel(
     for start in range(0, num_inputs, BLOCK_I):
         inside = start + column < num_inputs
         x = tl.trans(tl.load(x_ptrs + start, mask=(row < num_rows)[:, None] & inside, other=0.0))
-        w = tl.load(weight_ptrs + start, mask=(out < num_outputs)[:, None] & inside, other=0.0)
-        high = w.to(tl.bfloat16)
-        rest = w - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        real = (out < num_outputs)[:, None] & inside
+        high = tl.load(weight_ptrs + start, mask=real, other=0.0)
+        middle = tl.load(weight_ptrs + piece_stride + start, mask=real, other=0.0)
+        low = tl.load(weight_ptrs + 2 * piece_stride + start, mask=real, other=0.0)
         # What is small first; and each tile's sum by itself, because tensor cores cut what they add
         # where float32 rounds: over all inputs that is ten times the error of float32.
         part = tl.dot(low, x)
@@ -82,24 +109,26 @@ def _wide_linear_kernel(
     tl.store(out_ptrs, tl.trans(acc), mask=(row < num_rows)[:, None] & (out < num_outputs)[None, :])
 
 
-def wide_linear_triton(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-    """`wide_linear_ref` of bfloat16 rows, which may lie apart, and a contiguous float32 weight."""
-    num_rows, num_outputs = len(x_TI), len(weight_OI)
-    assert x_TI.dtype is torch.bfloat16
-    assert weight_OI.dtype is torch.float32
+def wide_linear_triton(x_TI: torch.Tensor, pieces_3OI: torch.Tensor) -> torch.Tensor:
+    """`wide_linear_ref` of bfloat16 rows, which may lie apart, and a weight in pieces."""
+    num_rows, (_, num_outputs, num_inputs) = len(x_TI), pieces_3OI.shape
+    assert x_TI.dtype is pieces_3OI.dtype is torch.bfloat16
     assert x_TI.stride(1) == 1
-    assert weight_OI.is_contiguous()
-    out = weight_OI.new_empty((num_rows, num_outputs))
+    assert pieces_3OI.is_contiguous()
+    out = x_TI.new_empty((num_rows, num_outputs), dtype=torch.float32)
     overlap = overlaps_launches(x_TI.device)
-    _wide_linear_kernel[(triton.cdiv(num_rows, _BLOCK_T), triton.cdiv(num_outputs, _BLOCK_O))](
+    columns = triton.cdiv(num_outputs, _BLOCK_O)
+    block_t = 64 if triton.cdiv(num_rows, 64) * columns >= _WAVE else 32
+    _wide_linear_kernel[(triton.cdiv(num_rows, block_t), columns)](
         x_TI,
-        weight_OI,
+        pieces_3OI,
         out,
         num_rows,
         num_outputs,
-        weight_OI.shape[1],
+        num_inputs,
         x_TI.stride(0),
-        BLOCK_T=_BLOCK_T,
+        pieces_3OI.stride(0),
+        BLOCK_T=block_t,
         BLOCK_O=_BLOCK_O,
         BLOCK_I=_BLOCK_I,
         PDL=overlap,

@@ -11,7 +11,7 @@ from torch import nn
 
 from engine_service.distributed import ALONE, Group
 from engine_service.kernels.grouped_linear import mix_experts
-from engine_service.kernels.wide_linear import wide_linear
+from engine_service.kernels.wide_linear import WideWeight
 from engine_service.layers.ahead import Ahead, add_ranks
 from engine_service.layers.feed_forward import AFTER_FEED_FORWARD, FeedForward
 from engine_service.layers.norm import RMSNorm
@@ -76,6 +76,7 @@ class Experts(nn.Module):
         self.mixture = mixture
         # Logits that are close decide which expert a token takes: they are computed in float32.
         self.router = parameter(num_experts, hidden_size, dtype=wide)
+        self._router = WideWeight(self.router)
         self.bias = parameter(num_experts, dtype=wide) if mixture.router.biased else None
         self.gate_up = parameter(self._own.size, 2 * inner, hidden_size, dtype=dtype)
         self.down = parameter(self._own.size, hidden_size, inner, dtype=dtype)
@@ -99,7 +100,7 @@ class Experts(nn.Module):
         """residual + the experts of what lies ahead of them, written into `residual`; returned for
         the product that comes next, which takes it behind the norm `before`."""
         x = ahead.normed()
-        experts, shares = self.mixture.router(wide_linear(x, self.router), self.bias)
+        experts, shares = self.mixture.router(self._router.product(x), self.bias)
         if self._own.start:
             experts = experts - self._own.start
 
@@ -121,6 +122,10 @@ class Experts(nn.Module):
         if self._group.size == 1:
             return Ahead(add_to(residual_TE), before)
         return add_ranks(self._group, residual_TE, AFTER_FEED_FORWARD, make, before)
+
+    def after_load(self) -> None:
+        """What the router's products take besides its weight, which is filled now."""
+        self._router.split(self.down.dtype)
 
     def slots(self, prefix: str) -> Slots:
         """Checkpoint names to what is held of them; every expert has tensors of its own."""

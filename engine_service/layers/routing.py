@@ -16,8 +16,10 @@ from torch.nn import functional
 
 from engine_service.kernels.expert_choice import (
     GroupRule,
+    SoftmaxRule,
     best_of,
     choose_experts,
+    choose_likely,
     shares_of,
 )
 
@@ -58,11 +60,7 @@ class SoftmaxRouter(Router):
         self, logits_TX: torch.Tensor, bias_X: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert bias_X is None, "a softmax router has no bias"
-        probabilities, order = logits_TX.softmax(-1).sort(dim=-1, descending=True, stable=True)
-        shares = probabilities[:, : self.per_token]
-        if self.renormalised:
-            shares = shares / shares.sum(-1, keepdim=True)
-        return order[:, : self.per_token], shares
+        return choose_likely(logits_TX, SoftmaxRule(self.per_token, self.renormalised))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -147,8 +147,7 @@ class Decoder(CausalModel):
 
     def after_load(self) -> None:
         for layer in self._layers:
-            if layer.attention.norm is not None:
-                layer.attention.norm.spread()
+            layer.after_load()
 
     def ignores(self, name: str) -> bool:
         tied_copy = name == "lm_head.weight" and self.traits.tie_embeddings

@@ -203,6 +203,13 @@ class Layer(nn.Module):
         inner = self.attention.output.add(rows_TE, mixed, self.inner_norm)
         return self.feed_forward(rows_TE, inner, before)
 
+    def after_load(self) -> None:
+        """Makes what is derived from weights, which are filled now."""
+        if self.attention.norm is not None:
+            self.attention.norm.spread()
+        if isinstance(self.feed_forward, Experts):
+            self.feed_forward.after_load()
+
     def slots(self, prefix: str, names: TensorNames) -> Slots:
         norms = {
             f"{prefix}.input_layernorm.weight": Slot.whole(self.input_norm.weight),

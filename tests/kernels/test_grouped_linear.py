@@ -5,11 +5,10 @@ sizes and choices of experts.
 import pytest
 import torch
 
+from engine_service.kernels.group_rows import group_rows_triton
 from engine_service.kernels.grouped_linear import (
     Tiles,
     choose_tiles,
-    group_rows_ref,
-    group_rows_triton,
     grouped_linear_ref,
     grouped_linear_triton,
     mix_experts,
@@ -207,40 +206,6 @@ def test_one_product(gated: bool, per_token: int, seed: int) -> None:
     options = {"num_rows": len(experts), "per_token": per_token, "gated": gated, "tiles": TILES}
     assert error(grouped_linear_triton(x, weight, groups, **options), want) < 1e-5
     assert error(grouped_linear_ref(rows, weight, experts, gated=gated), want) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "num_experts", "block_m"),
-    [(1, 1, 16), (1, 20, 16), (40, 3, 64), (1100, 5, 64), (9001, 11, 16), (20, 17, 16)],
-)
-def test_rows_are_grouped_in_order(
-    num_rows: int, num_experts: int, block_m: int, seed: int
-) -> None:
-    """More rows than are counted at once, more experts than rows, numbers that are no power of 2.
-    Only half of the experts are chosen."""
-    torch.manual_seed(seed)
-    experts = torch.randint(0, (num_experts + 1) // 2, (num_rows,))
-    want = group_rows_ref(experts, num_experts, block_m)
-    got = group_rows_triton(experts.to(DEVICE), num_experts, block_m)
-    assert torch.equal(got.experts.cpu(), want.experts)
-    filled = int((want.experts < num_experts).sum()) * block_m
-    assert torch.equal(got.rows.cpu()[:filled], want.rows[:filled])
-    kept = want.rows[want.rows < num_rows].long()
-    assert sorted(kept.tolist()) == list(range(num_rows)), "every row once"
-    assert torch.equal(experts[kept], experts.sort(stable=True).values)
-    owners = want.experts.repeat_interleave(block_m)[want.rows < num_rows]
-    assert torch.equal(owners.long(), experts[kept])
-
-
-@pytest.mark.parametrize("num_rows", [1, 8, 40, 129, 1000])
-@pytest.mark.parametrize("num_experts", [1, 8, 60])
-def test_there_is_room_for_the_worst_choice(num_rows: int, num_experts: int) -> None:
-    """One row for as many experts as possible, all others for the last one: no tile is missing."""
-    worst = torch.arange(num_rows).clamp(max=num_experts - 1)
-    groups = group_rows_ref(worst, num_experts, 16)
-    counts = torch.bincount(worst, minlength=num_experts)
-    assert int((groups.experts < num_experts).sum()) == int(((counts + 15) // 16).sum())
-    assert len(groups.rows) == 16 * len(groups.experts)
 
 
 def test_tiles_follow_the_rows_of_an_expert() -> None:
