@@ -31,6 +31,7 @@ class Engine:
     """An engine without its surroundings: what a loop needs, in a process or in a library."""
 
     scheduler: Scheduler
+    limits: SchedulerLimits
     executor: Executor
     profiler: Profiler | None
     """None: there is nothing to profile."""
@@ -75,15 +76,17 @@ def compose(
     facts = parts.facts
     masks = MaskMaker(_make_grammars(config, parts))
     pages = _make_pages(config, facts)
+    limits = _limits(config, parts)
     scheduler = Scheduler(
         admission=_make_reception(config, parts, masks),
         masks=masks,
         pages=pages,
-        limits=_limits(config, parts),
+        limits=limits,
     )
     makes = None if config.role == "both" else parts.make_transfers
     return Engine(
         scheduler=scheduler,
+        limits=limits,
         executor=parts.executor,
         profiler=_make_profiler(config, facts),
         transfers=None if makes is None else makes(pages, facts),

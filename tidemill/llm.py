@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -36,6 +36,9 @@ from tidemill.prompts import Prompt, PromptReader, as_list, one_per_prompt, with
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, ServiceError
 from tidemill.sampling_params import SamplingParams
 from tidemill.structured import constraint_of
+
+_BESIDE_STEP = 64
+"""Requests that are read beside a step, at least: some milliseconds."""
 
 
 class LLM(BeamCalls, PooledCalls):
@@ -98,17 +101,27 @@ class LLM(BeamCalls, PooledCalls):
         """Completes every prompt; outputs come in the order of the prompts.
 
         One SamplingParams serves all prompts, a list gives one per prompt. A request that cannot
-        be admitted raises before anything has run.
+        be admitted raises, and nothing is left of the others, the first of which run already.
         """
         listed = as_list(prompts)
         params = one_per_prompt(sampling_params, len(listed))
-        taken: list[str] = []
-        try:
+        taken: dict[str, None] = {}
+
+        def queue() -> Iterator[None]:
             for prompt, knobs in zip(listed, params, strict=True):
                 with unbroken():
-                    taken.append(self.add_request(prompt, knobs))
-            with calm_collector():
-                self._run(taken, use_tqdm)
+                    taken[self._add(prompt, knobs)] = None
+                yield
+
+        try:
+            with calm_collector(), progress(len(listed), is_shown=use_tqdm) as ended:
+                left, queued = len(listed), queue()
+                while left:
+                    self._feed(queued)
+                    for output in self.step():
+                        if output.request_id in taken:
+                            left -= 1
+                            ended(output.usage.output_tokens)
         except BaseException:
             self._drop(taken)
             raise
@@ -161,7 +174,9 @@ class LLM(BeamCalls, PooledCalls):
 
         Raises the error of a request that can never run.
         """
-        params = sampling_params or SamplingParams()
+        return self._add(prompt, sampling_params or SamplingParams())
+
+    def _add(self, prompt: Prompt, params: SamplingParams) -> str:
         request_id = f"offline-{next(self._ids)}"
         read = self._reader.read(prompt, params)
         pending = Pending(request_id, read, params, self._tokenizer or NoText())
@@ -217,15 +232,20 @@ class LLM(BeamCalls, PooledCalls):
     def _pool(self, prompts: Sequence[PoolPrompt]) -> list[Finish]:
         """Runs prompts that are pooled to their ends; nothing of them is left whatever happens."""
         keys: list[int] = []
-        try:
-            with unbroken():
-                for prompt in prompts:
+
+        def queue() -> Iterator[None]:
+            for prompt in prompts:
+                with unbroken():
                     submit = prompt.to_submit(next(self._keys))
                     self._scheduler.submit(submit)
                     keys.append(submit.key)
                     self._pooled[submit.key] = None
+                yield
+
+        queued = queue()
+        try:
             with calm_collector():
-                while any(self._pooled[key] is None for key in keys):
+                while self._feed(queued) or any(self._pooled[key] is None for key in keys):
                     self.step()
             return [cast("Finish", self._pooled[key]) for key in keys]
         finally:
@@ -233,17 +253,19 @@ class LLM(BeamCalls, PooledCalls):
                 self._scheduler.abort(Abort(key))
                 del self._pooled[key]
 
-    def _run(self, request_ids: list[str], use_tqdm: bool) -> None:
-        waiting = set(request_ids)
-        with progress(len(waiting), is_shown=use_tqdm) as ended:
-            while waiting:
-                for output in self.step():
-                    if output.request_id in waiting:
-                        waiting.remove(output.request_id)
-                        ended(output.usage.output_tokens)
+    def _feed(self, queue: Iterator[None]) -> bool:
+        """Lets `queue` queue its requests, one whenever it is asked, until the next step is what it
+        would be if all of them waited. Where none runs yet it stops there, so that the device has
+        something to do; then more are read beside every step. True: there may be more."""
+        least = _BESIDE_STEP if self._scheduler.load.running else 1
+        for count, _ in enumerate(queue, 1):
+            load = self._scheduler.load
+            if count >= least and self.engine.limits.are_met(load.waiting, load.waiting_tokens):
+                return True
+        return False
 
     @unbroken()
-    def _drop(self, request_ids: list[str]) -> None:
+    def _drop(self, request_ids: Iterable[str]) -> None:
         """Takes back what a failed call has queued."""
         dropped = set(request_ids)
         self._forget([key for key, line in self._live.items() if line.request_id in dropped])

@@ -218,7 +218,7 @@ class Pending:
 def to_submits(pending: Pending, keys: Iterator[int]) -> Iterator[Submit]:
     """One Submit per sequence; unseeded sequences of a request draw their own seeds."""
     params, prompt, gap = pending.params, pending.prompt.token_ids, pending.prompt.gap
-    sampling = replace(_core_sampling(params), bad_words=tuple(pending.bad_words))
+    sampling = _core_sampling(params, pending.bad_words)
     asked = constraint_of(params.structured_outputs)
     if gap is not None:
         sampling = replace(sampling, max_tokens=gap.num_tokens + len(gap.suffix_ids))
@@ -271,8 +271,9 @@ def _options(params: SamplingParams) -> Options:
     )
 
 
-def _core_sampling(params: SamplingParams) -> CoreSampling:
+def _core_sampling(params: SamplingParams, bad_words: list[tuple[int, ...]]) -> CoreSampling:
     return CoreSampling(
+        bad_words=tuple(bad_words),
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,

@@ -102,7 +102,8 @@ class Admission:
         )
         # No stop token before the last pinned one: a request cannot end inside of what it is given.
         least = max(asked.min_tokens or 0, output_through(pinned, prompt_len))
-        sampling = self._resolve(replace(asked, min_tokens=least), max_tokens, submit.choice)
+        longer = asked if least == (asked.min_tokens or 0) else replace(asked, min_tokens=least)
+        sampling = self._resolve(longer, max_tokens, submit.choice)
         found = self._choosable(submit, asked, sampling)
         if found.constraint is not None:
             # It hides stop tokens itself, but where a grammar allows nothing else.

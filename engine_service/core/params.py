@@ -114,6 +114,12 @@ class SchedulerLimits:
     num_cohorts: int = 1
     """Steps in flight that have no row in common (core/cohorts.py)."""
 
+    def are_met(self, num_waiting: int, num_tokens: int) -> bool:
+        """Whether the next step would be the same if more than these requests waited, which have
+        so many tokens."""
+        fills = num_tokens >= self.token_budget and self.num_cohorts == 1
+        return fills or num_waiting >= self.max_rows
+
 
 POOLING_KINDS = ("mean", "last", "cls")
 

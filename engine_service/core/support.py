@@ -56,5 +56,7 @@ def with_defaults(
     if "penalties" in strategy.supports:
         names += PENALTIES
     filled = {name: getattr(defaults, name) for name in names if getattr(asked, name) is None}
-    stop_ids = (*asked.stop_token_ids, *defaults.stop_token_ids)
-    return replace(asked, **filled, stop_token_ids=stop_ids)
+    filled = {name: value for name, value in filled.items() if value is not None}
+    if defaults.stop_token_ids:
+        filled["stop_token_ids"] = (*asked.stop_token_ids, *defaults.stop_token_ids)
+    return replace(asked, **filled) if filled else asked
