@@ -8,11 +8,15 @@ import torch
 from engine_service.attention.base import AttentionShape
 from engine_service.attention.reference import ReferenceBackend
 from engine_service.core.step import FULL
+from engine_service.kernels.expert_choice import GroupRule, SoftmaxRule
+from engine_service.kernels.grouped_linear import mix_experts_ref
 from engine_service.kernels.qk_rope_store import qk_rope_store_ref
 from engine_service.kernels.rotary import rotary_angles_ref
+from tidemill.bench import mixture_cases
 from tidemill.bench.attention_cases import Load, eager_attention, make_batch
 from tidemill.bench.kernel_cases import eager_qk_rope_store
 from tidemill.bench.kernels import rates
+from tidemill.bench.mixture_cases import Mixture, eager_mix_experts
 from tidemill.bench.roofline import Ceilings
 
 CPU = torch.device("cpu")
@@ -80,6 +84,40 @@ def test_eager_rotation_is_the_kernels(seed: int) -> None:
         found.append((q, k, v))
     torch.testing.assert_close(found[0], found[1])
     assert found[0][1].abs().sum() > 0
+
+
+def test_eager_experts_are_the_kernels(seed: int) -> None:
+    torch.manual_seed(seed)
+    chosen = torch.stack([torch.randperm(6)[:2] for _ in range(9)])
+    given = {
+        "experts_TA": chosen, "shares_TA": torch.rand(9, 2),
+        "gate_up_XWE": torch.randn(6, 10, 8), "down_XEI": torch.randn(6, 8, 5),
+    }  # fmt: skip
+    x, residual = torch.randn(9, 8), torch.randn(9, 8)
+    want = mix_experts_ref(residual.clone(), x, **given)
+    torch.testing.assert_close(eager_mix_experts(residual, x, **given), want)
+    other = eager_mix_experts(residual, x, **given | {"experts_TA": chosen.flip(1)})
+    assert not torch.allclose(other, want), "the control"
+
+
+@pytest.mark.parametrize("rule", [GroupRule(2, 2, 1, True, 1.0), SoftmaxRule(2, False)])
+def test_both_sides_of_a_mixture_case_compute_the_same(
+    rule: GroupRule | SoftmaxRule, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """On the same inputs; but for eager, which only sorts rows."""
+    monkeypatch.setattr(mixture_cases, "MIXTURES", (Mixture("small", 8, 16, 4, rule),))
+    names = []
+    for case in mixture_cases.cases(torch.float32, CPU):
+        names.append(case.name)
+        if case.size.endswith((" 32 tokens", " 64 rows")):
+            results = []
+            for make in (case.ours, case.eager):
+                assert make is not None
+                torch.manual_seed(seed)
+                results.append(make()())
+            if case.name != "group_rows":
+                torch.testing.assert_close(results[0], results[1])
+    assert set(names) == {"router", "choose_experts", "group_rows", "mix_experts"}
 
 
 def test_rates_are_shares_of_the_ceilings() -> None:
