@@ -105,7 +105,7 @@ class LLM(BeamCalls, PooledCalls):
         """
         listed = as_list(prompts)
         params = one_per_prompt(sampling_params, len(listed))
-        taken: dict[str, None] = {}
+        taken: dict[str, RequestOutput | None] = {}
 
         def queue() -> Iterator[None]:
             for prompt, knobs in zip(listed, params, strict=True):
@@ -120,12 +120,14 @@ class LLM(BeamCalls, PooledCalls):
                     self._feed(queued)
                     for output in self.step():
                         if output.request_id in taken:
+                            taken[output.request_id] = output
+                            del self._requests[output.request_id]
                             left -= 1
                             ended(output.usage.output_tokens)
         except BaseException:
             self._drop(taken)
             raise
-        return [cast("RequestOutput", self.get_output(request_id)) for request_id in taken]
+        return [output for output in taken.values() if output is not None]
 
     def chat(
         self,

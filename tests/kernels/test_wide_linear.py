@@ -64,7 +64,7 @@ def test_three_pieces_are_the_weight(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "dtype", "by_kernel"),
-    [(256, torch.bfloat16, True), (255, torch.bfloat16, False), (256, torch.float32, False)],
+    [(64, torch.bfloat16, True), (63, torch.bfloat16, False), (64, torch.float32, False)],
 )
 def test_many_rows_take_the_pieces_of_a_weight_that_is_split(
     monkeypatch: pytest.MonkeyPatch, rows: int, dtype: torch.dtype, by_kernel: bool, seed: int

@@ -49,7 +49,7 @@ MIXTURES = (
 def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """Of every mixture, for a few tokens and for many."""
     for mixture in MIXTURES:
-        for tokens in (32, 1024, 8192):
+        for tokens in (32, 64, 256, 1024, 8192):
             yield router(mixture, tokens, dtype, device)
             yield choice(mixture, tokens, device)
             yield sorting(mixture, tokens, dtype, device)
