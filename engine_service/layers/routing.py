@@ -12,16 +12,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
-from engine_service.kernels.expert_choice import (
-    GroupRule,
-    SoftmaxRule,
-    best_of,
-    choose_experts,
-    choose_likely,
-    shares_of,
-)
+from engine_service.kernels.block_choice import BlockRule, choose_in_blocks
+from engine_service.kernels.expert_choice import GroupRule, choose_experts
+from engine_service.kernels.likely_choice import SoftmaxRule, choose_likely
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,19 +106,11 @@ class BlockSigmoidRouter(Router):
     def __call__(
         self, logits_TX: torch.Tensor, bias_X: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = logits_TX.sigmoid()
-        choices = scores if bias_X is None else scores + bias_X
-        if self.capacity < self.num_experts:
-            choices = choices.masked_fill(~self._chosen(choices), float("-inf"))
-        experts = best_of(choices, self.per_token)
-        return experts, shares_of(scores, experts, renormalised=self.renormalised) * self.scale
-
-    def _chosen(self, choices_TX: torch.Tensor) -> torch.Tensor:
-        """[T, X] bool: experts that a token's block has chosen."""
-        num_tokens = len(choices_TX)
-        missing = -num_tokens % self.block
-        whole = functional.pad(choices_TX, (0, 0, 0, missing), value=float("-inf"))
-        of_block = whole.unflatten(0, (-1, self.block)).amax(dim=1)
-        chosen = torch.zeros_like(of_block, dtype=torch.bool)
-        chosen.scatter_(1, best_of(of_block, self.capacity), True)
-        return chosen.repeat_interleave(self.block, dim=0)[:num_tokens]
+        rule = BlockRule(
+            per_token=self.per_token,
+            block=self.block,
+            capacity=self.capacity,
+            renormalised=self.renormalised,
+            scale=self.scale,
+        )
+        return choose_in_blocks(logits_TX, bias_X, rule)
