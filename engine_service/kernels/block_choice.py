@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from engine_service.kernels.expert_choice import (
+from engine_service.kernels.group_choice import (
     GroupRule,
     choose_experts_triton,
     shares_of,

@@ -4,7 +4,7 @@ Tensor cores multiply bfloat16. A float32 number is the sum of three bfloat16 nu
 rounding of what the ones before leave, and their products with a bfloat16 number are exact in
 float32: three products on tensor cores are one in float32, at a multiple of its rate (as in
 Markidis et al. 2018, arXiv 1803.04014, with two halves). The three are made once: making them
-beside the products took four fifths of a program's instructions. It does not know what is
+beside the products was more than half of a program's instructions. It does not know what is
 multiplied. Shape legend: T rows, I inputs, O outputs.
 """
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from engine_service.kernels.block_choice import BlockRule, choose_in_blocks
-from engine_service.kernels.expert_choice import GroupRule, choose_experts
+from engine_service.kernels.group_choice import GroupRule, choose_experts
 from engine_service.kernels.likely_choice import SoftmaxRule, choose_likely
 
 

@@ -8,7 +8,7 @@ import torch
 from engine_service.attention.base import AttentionShape
 from engine_service.attention.reference import ReferenceBackend
 from engine_service.core.step import FULL
-from engine_service.kernels.expert_choice import GroupRule
+from engine_service.kernels.group_choice import GroupRule
 from engine_service.kernels.grouped_linear import mix_experts_ref
 from engine_service.kernels.likely_choice import SoftmaxRule
 from engine_service.kernels.qk_rope_store import qk_rope_store_ref

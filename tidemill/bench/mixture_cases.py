@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from engine_service.kernels.expert_choice import GroupRule, choose_experts, choose_experts_ref
+from engine_service.kernels.group_choice import GroupRule, choose_experts, choose_experts_ref
 from engine_service.kernels.group_rows import group_rows_triton
 from engine_service.kernels.grouped_linear import choose_tiles, mix_experts
 from engine_service.kernels.likely_choice import SoftmaxRule, choose_likely, choose_likely_ref

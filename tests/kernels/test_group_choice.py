@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engine_service.kernels.expert_choice import (
+from engine_service.kernels.group_choice import (
     GroupRule,
     choose_experts_ref,
     choose_experts_triton,
