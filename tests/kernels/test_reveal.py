@@ -151,8 +151,9 @@ def test_longer_blocks_are_refused(seed: int) -> None:
 @pytest.mark.parametrize("field", ["rules", "limits", "progress", "adapted"])
 def test_control_another_state_of_the_rows_is_noticed(field: str, seed: int) -> None:
     """Of every table that the kernel reads, one number that is wrong for every row."""
-    noticed = 0
-    for more in range(8):
+    noticed, more = False, 0
+    while not noticed and more < 64:  # few of the draws depend on how much a row has adapted
+        more += 1
         bench = Bench(seed + more, ["adaptive", "low_confidence", "threshold"] * 3, width=9)
         check_steps(bench, 1)
         right = copy.deepcopy(bench.half._state.rows)
@@ -167,5 +168,5 @@ def test_control_another_state_of_the_rows_is_noticed(field: str, seed: int) -> 
             state = replace(bench.half._state, rows=rows, eos_token_ids=ends)
             made.append(OnDevice(there, state, bench.width).settle(moved(choice)).final.tolist())
         real = int(batch.cu_decide[-3])
-        noticed += made[0][:real] != made[1][:real]
+        noticed = made[0][:real] != made[1][:real]
     assert noticed
