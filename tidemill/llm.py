@@ -101,7 +101,8 @@ class LLM(BeamCalls, PooledCalls):
         """Completes every prompt; outputs come in the order of the prompts.
 
         One SamplingParams serves all prompts, a list gives one per prompt. A request that cannot
-        be admitted raises, and nothing is left of the others, the first of which run already.
+        be admitted raises, and the others are given up; without prefix caching the first of them
+        run already.
         """
         listed = as_list(prompts)
         params = one_per_prompt(sampling_params, len(listed))
@@ -110,7 +111,7 @@ class LLM(BeamCalls, PooledCalls):
         def queue() -> Iterator[None]:
             for prompt, knobs in zip(listed, params, strict=True):
                 with unbroken():
-                    taken[self._add(prompt, knobs)] = None
+                    taken[self._add(prompt, knobs or SamplingParams())] = None
                 yield
 
         try:
@@ -258,11 +259,16 @@ class LLM(BeamCalls, PooledCalls):
     def _feed(self, queue: Iterator[None]) -> bool:
         """Lets `queue` queue its requests, one whenever it is asked, until the next step is what it
         would be if all of them waited. Where none runs yet it stops there, so that the device has
-        something to do; then more are read beside every step. True: there may be more."""
-        least = _BESIDE_STEP if self._scheduler.load.running else 1
+        something to do; then more are read beside every step. True: there may be more.
+
+        All are read at once where prompts may find others' prefixes: what they cost a step, and
+        which of them wait for a prefix that is being computed, is known when that is planned."""
+        limits, scheduler = self.engine.limits, self._scheduler
+        least = _BESIDE_STEP if scheduler.load.running else 1
         for count, _ in enumerate(queue, 1):
-            load = self._scheduler.load
-            if count >= least and self.engine.limits.are_met(load.waiting, load.waiting_tokens):
+            load = scheduler.load
+            is_fed = limits.are_met(load.waiting, load.waiting_tokens)
+            if is_fed and count >= least and not self.config.prefix_caching:
                 return True
         return False
 

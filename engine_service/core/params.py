@@ -115,8 +115,8 @@ class SchedulerLimits:
     """Steps in flight that have no row in common (core/cohorts.py)."""
 
     def are_met(self, num_waiting: int, num_tokens: int) -> bool:
-        """Whether the next step would be the same if more than these requests waited, which have
-        so many tokens."""
+        """Whether the next step would be the same if more than these requests waited, of whose
+        prompts so many tokens have to be computed."""
         fills = num_tokens >= self.token_budget and self.num_cohorts == 1
         return fills or num_waiting >= self.max_rows
 

@@ -18,12 +18,15 @@ PROMPTS = {
     "short": (400, 1, 4, 30),
     "long": (60, 100, 500, 40),
     "mixed": (200, 1, 400, 60),
+    "choices": (50, 1, 400, 30),
 }
 """Requests, tokens of the shortest and of the longest prompt, most tokens of an output."""
 
 
 def make(**flags: Any) -> LLM:
-    flags = {"max_model_len": 600, "token_budget": 1300, "max_rows": 16, **flags}
+    flags = {
+        "max_model_len": 600, "token_budget": 1300, "max_rows": 16, "prefix_caching": False, **flags
+    }  # fmt: skip
     return LLM(
         flags.pop("model", "demo"),
         executor="simulated",
@@ -37,8 +40,11 @@ def draw(kind: str, seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
     count, low, high, most = PROMPTS[kind]
     rng = random.Random(seed)
     prompts = [[rng.randrange(200) for _ in range(rng.randint(low, high))] for _ in range(count)]
+    if kind == "choices":  # with one beginning, of three each
+        prompts = [prompts[0][: rng.randint(1, 200)] + prompt[:200] for prompt in prompts]
+    n = 3 if kind == "choices" else 1
     return prompts, [
-        SamplingParams(max_tokens=rng.randint(1, most), ignore_eos=True, seed=index + 1)
+        SamplingParams(max_tokens=rng.randint(1, most), ignore_eos=True, seed=index + 1, n=n)
         for index in range(count)
     ]
 
@@ -78,13 +84,30 @@ def test_steps_are_those_of_a_call_that_reads_all_first(
             llm = make(model=model)
             launched = watch(llm, patch)
             told = llm.generate(prompts, params, use_tqdm=False)
-            outputs.append([one.outputs[0].token_ids for one in told])
+            outputs.append([[choice.token_ids for choice in one.outputs] for one in told])
             plans.append([plan for plan, _ in launched])
             first_read.append(launched[0][1])
     assert plans[1] == plans[0]
     assert outputs[1] == outputs[0]
     assert first_read[1] < first_read[0] == len(prompts), "nothing is read beside a step"
     assert plans[2] != plans[0], "the control"
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_all_are_read_first_where_prompts_may_find_prefixes(
+    caching: bool, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Prompts that cost a step little: their tokens do not say how many it takes."""
+    rng = random.Random(seed)
+    begin = [rng.randrange(200) for _ in range(500)]
+    prompts = [[*begin, rng.randrange(200)] for _ in range(100)]
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    llm = make(prefix_caching=caching)
+    launched = watch(llm, monkeypatch)
+    llm.generate(prompts, params, use_tqdm=False)
+    rows = [plan.num_spans for plan, _ in launched]
+    assert (launched[0][1] == len(prompts)) is caching
+    assert (max(rows) == 16) is caching, "a step of cached prompts is full of rows"
 
 
 @pytest.mark.parametrize(("flags", "num_waiting", "num_tokens", "met"), [
