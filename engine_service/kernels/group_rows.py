@@ -17,8 +17,9 @@ import torch
 
 from engine_service.kernels.jit import jit, overlaps_launches, tl, triton
 
-_MOST_BLOCK = 256
-"""Rows that are compared with each other."""
+_BLOCKS = (64, 256)
+"""Rows that are compared with each other, few and many: two numbers, so that what a start of the
+engine computes has compiled what prompts will need."""
 _MOST_SLICES = 64
 """Every program reads the counts of all."""
 _TILES = 16
@@ -67,13 +68,13 @@ def _load_experts(
     return expert, inside & (expert >= 0) & (expert < X)
 
 
-@partial(jit, do_not_specialize=["R"])
+@partial(jit, do_not_specialize=["R", "slice_rows"])
 def _count_rows_kernel(
     expert_ptr: tl.tensor,
     count_ptr: tl.tensor,
     R: tl.tensor,
     X: tl.tensor,
-    SLICE: tl.constexpr,
+    slice_rows: tl.tensor,
     BLOCK_R: tl.constexpr,
     BLOCK_X: tl.constexpr,
     PDL: tl.constexpr,
@@ -83,8 +84,8 @@ def _count_rows_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     counts = tl.zeros([BLOCK_X], tl.int32)
-    for start in range(0, SLICE, BLOCK_R):
-        row = tl.program_id(0) * SLICE + start + tl.arange(0, BLOCK_R)
+    for start in range(0, slice_rows, BLOCK_R):
+        row = tl.program_id(0) * slice_rows + start + tl.arange(0, BLOCK_R)
         expert, real = _load_experts(expert_ptr, row, R, X)
         counts += tl.histogram(expert, BLOCK_X, mask=real)
     tl.store(count_ptr + tl.program_id(0) * BLOCK_X + tl.arange(0, BLOCK_X), counts)
@@ -110,7 +111,7 @@ def _sum_slices(
     return counts, before
 
 
-@partial(jit, do_not_specialize=["R", "num_slices", "num_tiles"])
+@partial(jit, do_not_specialize=["R", "slice_rows", "num_slices", "num_tiles"])
 def _group_rows_kernel(
     expert_ptr: tl.tensor,
     count_ptr: tl.tensor,
@@ -118,9 +119,9 @@ def _group_rows_kernel(
     tile_ptr: tl.tensor,
     R: tl.tensor,
     X: tl.tensor,
+    slice_rows: tl.tensor,
     num_slices: tl.tensor,
     num_tiles: tl.tensor,
-    SLICE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_X: tl.constexpr,
@@ -144,14 +145,14 @@ def _group_rows_kernel(
     first_row = (stop - tiles) * BLOCK_M
     if own < num_slices:
         place = first_row + before
-        for start in range(0, SLICE, BLOCK_R):
-            row = own * SLICE + start + offset
+        for start in range(0, slice_rows, BLOCK_R):
+            row = own * slice_rows + start + offset
             expert, real = _load_experts(expert_ptr, row, R, X)
             expert = tl.where(real, expert, BLOCK_X)
             ahead = (expert[:, None] == expert[None, :]) & (offset[:, None] < offset[None, :])
             begin = tl.gather(place, tl.where(real, expert, 0), axis=0)
             tl.store(row_ptr + begin + tl.sum(ahead.to(tl.int32), axis=0), row, mask=real)
-            if SLICE > BLOCK_R:
+            if start + BLOCK_R < slice_rows:
                 place += tl.histogram(expert, BLOCK_X, mask=real)
     tile = own * TILES + tl.arange(0, TILES)
     expert = tl.sum((stop[:, None] <= tile[None, :]).to(tl.int32), axis=0)
@@ -170,17 +171,17 @@ def group_rows_triton(experts_R: torch.Tensor, num_experts: int, block_m: int) -
     rows = torch.empty(num_tiles * block_m, dtype=torch.int32, device=device)
     experts = torch.empty(num_tiles, dtype=torch.int32, device=device)
     overlap = overlaps_launches(device)
-    block_r = min(max(triton.next_power_of_2(num_rows), 16), _MOST_BLOCK)
-    block_x = triton.next_power_of_2(num_experts)
-    whole = triton.next_power_of_2(triton.cdiv(num_rows, _MOST_SLICES))
-    cut = {"SLICE": max(whole, block_r), "BLOCK_R": block_r, "BLOCK_X": block_x, "PDL": overlap}
-    num_slices = triton.cdiv(num_rows, cut["SLICE"])
+    block_r, block_x = _BLOCKS[num_rows > _BLOCKS[0]], triton.next_power_of_2(num_experts)
+    slice_rows = triton.cdiv(triton.cdiv(num_rows, _MOST_SLICES), block_r) * block_r
+    num_slices = triton.cdiv(num_rows, slice_rows)
+    cut = {"BLOCK_R": block_r, "BLOCK_X": block_x, "PDL": overlap}
     counts = None
     if num_slices > 1:
         counts = torch.empty((num_slices, block_x), dtype=torch.int32, device=device)
         _count_rows_kernel[(num_slices,)](
-            experts_R, counts, num_rows, num_experts, **cut, num_warps=4, launch_pdl=overlap
-        )
+            experts_R, counts, num_rows, num_experts, slice_rows,
+            **cut, num_warps=4, launch_pdl=overlap,
+        )  # fmt: skip
     _group_rows_kernel[(max(num_slices, triton.cdiv(num_tiles, _TILES)),)](
         experts_R,
         counts,
@@ -188,6 +189,7 @@ def group_rows_triton(experts_R: torch.Tensor, num_experts: int, block_m: int) -
         experts,
         num_rows,
         num_experts,
+        slice_rows,
         num_slices,
         num_tiles,
         **cut,

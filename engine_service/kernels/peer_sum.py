@@ -9,6 +9,7 @@ not know models, nor how memory comes to be shared. Shape legend: T rows, E hidd
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ def row_warps(block: int) -> int:
     return min(max(block // 256, 1), 16)
 
 
-@jit
+@partial(jit, do_not_specialize=["num_rows"])
 def _add_parts_kernel(
     residual_ptr: tl.tensor,
     parts: tl.tensor,

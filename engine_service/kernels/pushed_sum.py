@@ -34,7 +34,7 @@ class Pushed(NamedTuple):
     """At least 0, and not what was told before."""
 
 
-@partial(jit, do_not_specialize=["number"])
+@partial(jit, do_not_specialize=["number", "num_rows"])
 def _add_pushed_kernel(
     residual_ptr: tl.tensor,
     parts: tl.tensor,

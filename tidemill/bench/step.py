@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _SLACK = 8
 """Steps between the last prompt and the first measured step, and behind the last one."""
-_COLLECTIVES = re.compile(r"nccl|_add_parts_kernel")
+_COLLECTIVES = re.compile(r"nccl|_add_parts_kernel|_add_pushed_kernel")
 """Kernels in which ranks wait for each other: NCCL's, and sums over memory of peers."""
 _LEAST_TOKEN_BUDGET = 1024
 """The smallest default of --token-budget."""
