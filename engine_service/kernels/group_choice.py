@@ -13,7 +13,7 @@ import torch
 
 from engine_service.kernels.jit import jit, overlaps_launches, runs_triton, tl, triton
 from engine_service.kernels.order import number
-from engine_service.kernels.ranking import best_of, best_places, never, ranked
+from engine_service.kernels.ranking import best_of, best_places, empty_choice, never, ranked
 
 _TINY = 1e-20
 """Keeps shares finite where all scores have underflowed, as in DeepSeek-V3's published code."""
@@ -153,12 +153,8 @@ def choose_experts_triton(
     and with them the order of scores that differ in no others."""
     num_tokens, num_experts = logits_TX.shape
     size = num_experts // rule.num_groups
-    assert logits_TX.dtype is torch.float32
-    assert logits_TX.is_contiguous()
-    assert size * rule.num_groups == num_experts <= 0xFFFF
-    shape = (num_tokens, rule.per_token)
-    experts = torch.empty(shape, dtype=torch.int64, device=logits_TX.device)
-    shares = logits_TX.new_empty(shape)
+    assert size * rule.num_groups == num_experts
+    experts, shares = empty_choice(logits_TX, rule.per_token)
     overlap = overlaps_launches(logits_TX.device)
     _choose_kernel[(num_tokens,)](
         logits_TX,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from engine_service.kernels.jit import jit, overlaps_launches, runs_triton, tl, triton
-from engine_service.kernels.ranking import best_of, best_places, ranked
+from engine_service.kernels.ranking import best_of, best_places, empty_choice, ranked
 
 
 class SoftmaxRule(NamedTuple):
@@ -76,12 +76,7 @@ def choose_likely_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`choose_likely_ref` in one launch, of float32; see `choose_experts_triton`."""
     num_tokens, num_experts = logits_TX.shape
-    assert logits_TX.dtype is torch.float32
-    assert logits_TX.is_contiguous()
-    assert num_experts <= 0xFFFF
-    shape = (num_tokens, rule.per_token)
-    experts = torch.empty(shape, dtype=torch.int64, device=logits_TX.device)
-    shares = logits_TX.new_empty(shape)
+    experts, shares = empty_choice(logits_TX, rule.per_token)
     overlap = overlaps_launches(logits_TX.device)
     _choose_likely_kernel[(num_tokens,)](
         logits_TX,

@@ -15,6 +15,16 @@ def best_of(scores: torch.Tensor, count: int) -> torch.Tensor:
     return scores.argsort(dim=-1, descending=True, stable=True)[:, :count]
 
 
+def empty_choice(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """([T, count] int64 places, [T, count] shares) for a kernel to fill that ranks `scores` [T, X],
+    which are contiguous float32 of no more places than a key has room for."""
+    assert scores.dtype is torch.float32
+    assert scores.is_contiguous()
+    assert scores.shape[1] <= 0xFFFF
+    shape = (len(scores), count)
+    return scores.new_empty(shape, dtype=torch.int64), scores.new_empty(shape)
+
+
 @jit
 def ranked(x: tl.tensor, place: tl.tensor) -> tl.tensor:
     """int64 keys, all different, in the order of the numbers; of equals the lowest place leads."""
