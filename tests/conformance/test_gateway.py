@@ -46,11 +46,20 @@ class Gateway(NamedTuple):
 
     @property
     def models(self) -> list[str]:
+        """Those it has taken an engine for."""
+        return [one["id"] for one in self._listed("models", "data")]
+
+    @property
+    def tokenizers(self) -> list[str]:
+        """Those it has fetched: it lists a model before, and refuses its requests meanwhile."""
+        return [one["name"] for one in self._listed("tokenizers", "tokenizers")]
+
+    def _listed(self, path: str, field: str) -> list[dict[str, str]]:
         try:
-            answer = httpx.get(f"{self.url}/v1/models", timeout=PATIENCE_S)
+            answer = httpx.get(f"{self.url}/v1/{path}", timeout=PATIENCE_S)
         except httpx.TransportError:
             return []
-        return [one["id"] for one in answer.json()["data"]] if answer.is_success else []
+        return list(answer.json()[field]) if answer.is_success else []
 
 
 @contextmanager
@@ -78,6 +87,7 @@ def gateway(folder: Path, *flags: str) -> Iterator[Gateway]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     with gateway(tmp_path_factory.mktemp("gateway"), "--vllm-facade") as up:
         eventually(lambda: up.models == ["demo"], "the gateway takes no engine", START_S)
+        eventually(lambda: up.tokenizers == ["demo"], "it fetches no tokenizer", START_S)
         yield up
 
 
