@@ -3,6 +3,7 @@ line with it, for every kind of row."""
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-KINDS = {
+KINDS: dict[str, list[dict[str, Any]]] = {
     "demo": [
         {"temperature": 0.0},
         {"temperature": 0.8},
