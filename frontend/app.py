@@ -35,6 +35,9 @@ from tidemill.telemetry.tracer import Tracer
 
 _LOG = logging.getLogger("tidemill.frontend")
 _CLOSING_S = 2.0
+_SETTLING_S = 0.05
+"""Of quiet before the gRPC server stops: it ends calls that the loop has not accepted yet with
+CANCELLED (grpc/grpc#41785), where those that it has are refused as UNAVAILABLE."""
 _PROBE_S = 0.25
 _SERVICERS = (TextServicer, OipServicer)
 _NAMES = tuple(servicer.contract.full_name for servicer in _SERVICERS)
@@ -145,6 +148,7 @@ class FrontendServer:
         """Ends what still runs, both faces, then the session with the engine."""
         self.desk.cut_short()
         self._http.should_exit = True
+        await asyncio.sleep(_SETTLING_S)
         await self._grpc.stop(_CLOSING_S)
         watch, serving = self._tasks
         watch.cancel()

@@ -44,8 +44,8 @@ took = time.monotonic() - began
 draw, num_heard = random.Random(5), 0
 for _ in range(40):
     told = threading.Timer(draw.random() * took, os.kill, (os.getpid(), signal.SIGINT))
-    told.start()
     try:
+        told.start()
         while True:
             ask()
     except KeyboardInterrupt:

@@ -53,11 +53,11 @@ threading.Timer(0.5, kill, [actor]).start()
 try:
     llm.generate("The king", SamplingParams(max_tokens=1900, ignore_eos=True), False)
 except ServiceError as error:
-    assert time.monotonic() - began < 5.0, time.monotonic() - began
+    assert time.monotonic() - began < 30.0, time.monotonic() - began
     print(type(error).__name__, error)
 llm.close()
 while Path(f"/proc/{follower}").exists():
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30.0  # `slow/test_ray_cluster.py` holds it to five
     time.sleep(0.02)
 
 try:

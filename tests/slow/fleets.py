@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 from asyncio import trsock
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,7 +119,7 @@ async def up(made: Site, frontend: int, *engines: int) -> None:
 
 @dataclass
 class Stream:
-    """One request for tokens, as its client sees it. Times are monotonic seconds."""
+    """One request for tokens, as its client sees it, times by its clock."""
 
     prompt: tuple[int, ...]
     num: int
@@ -141,9 +141,10 @@ def prompts(count: int) -> list[tuple[int, ...]]:
 
 
 class Client:
-    """Streams over one connection to a frontend's gRPC face."""
+    """Streams over one connection to a frontend's gRPC face. `clock` says when they end."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         own = [*channel_options(64 << 20), ("grpc.use_local_subchannel_pool", 1)]
         self._channel = grpc.aio.insecure_channel(f"{HOST}:{port}", own)
         self._stub = text_pb2_grpc.TextServiceStub(self._channel)
@@ -166,7 +167,7 @@ class Client:
                 stream.tokens += answer.choice.token_ids
         except grpc.aio.AioRpcError as failure:
             stream.detail = failure.details() or ""
-        stream.ended = time.monotonic()
+        stream.ended = self.clock()
         stream.code = await call.code()
         return stream
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -14,7 +13,7 @@ import pytest
 
 from tests.e2e.real_stack import HOST
 from tests.slow.fleets import Client, Site, Stream, Wire, prompts, site, undisturbed, up
-from tests.waiting import free_port, until
+from tests.waiting import free_port, stopwatch, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1200)]  # many processes
 
@@ -24,6 +23,14 @@ ROWS = 48
 STEP = "--simulated-step-ms=100"
 OK, GONE = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
 Blow = Callable[[], Awaitable[None]]
+Clock = Callable[[], float]
+
+
+@pytest.fixture
+def awake_s() -> Iterator[Clock]:
+    """Bounds of a second or two do not hold by the wall where the machine itself stands still."""
+    with stopwatch() as read:
+        yield read
 
 
 async def under_blow(client: Client, blow: Blow) -> tuple[list[Stream], float]:
@@ -33,7 +40,7 @@ async def under_blow(client: Client, blow: Blow) -> tuple[list[Stream], float]:
     streams = [Stream(prompt, NUM_TOKENS) for prompt in asked]
     tasks = [asyncio.create_task(client.run(one)) for one in streams]
     await until(lambda: sum(len(one.tokens) >= 3 for one in streams) >= 2 * ROWS)
-    at = time.monotonic()
+    at = client.clock()
     await blow()
     await asyncio.gather(*tasks)
     for stream, tokens in zip(streams, whole, strict=True):
@@ -51,12 +58,12 @@ async def three_engines(made: Site) -> tuple[int, list[int]]:
     return front, engines
 
 
-async def test_an_engine_killed_under_200_streams(tmp_path: Path) -> None:
+async def test_an_engine_killed_under_200_streams(tmp_path: Path, awake_s: Clock) -> None:
     """Streams that had begun there end with a status within 2 s, the others do not notice; the
     engine is used again when it is back."""
     with site(tmp_path, engine_flags=(f"--max-rows={ROWS}", STEP)) as made:
         front, engines = await three_engines(made)
-        async with Client(made.grpc_ports[front]) as client:
+        async with Client(made.grpc_ports[front], awake_s) as client:
 
             async def kill() -> None:
                 made.kill(engines[0])
@@ -103,7 +110,9 @@ def test_control_a_wrong_repeated_or_missing_token_is_seen() -> None:
             Stream((), 4, tokens, OK).check(whole)
 
 
-async def test_a_frontend_killed_leaves_nothing_and_hurts_nobody(tmp_path: Path) -> None:
+async def test_a_frontend_killed_leaves_nothing_and_hurts_nobody(
+    tmp_path: Path, awake_s: Clock
+) -> None:
     """Its streams end with a status within 2 s, and the engine lets go of their requests; clients
     of the other one go on."""
     engine, fronts = free_port(), [free_port(), free_port()]
@@ -113,7 +122,7 @@ async def test_a_frontend_killed_leaves_nothing_and_hurts_nobody(tmp_path: Path)
             made.start_frontend(port, engine)
             await up(made, port, engine)
         async with (
-            Client(made.grpc_ports[fronts[0]]) as doomed,
+            Client(made.grpc_ports[fronts[0]], awake_s) as doomed,
             Client(made.grpc_ports[fronts[1]]) as other,
         ):
             asked = prompts(20)
@@ -123,7 +132,7 @@ async def test_a_frontend_killed_leaves_nothing_and_hurts_nobody(tmp_path: Path)
             dying = [asyncio.create_task(doomed.run(one)) for one in theirs]
             living = [asyncio.create_task(other.run(one)) for one in mine]
             await until(lambda: all(one.tokens for one in (*theirs, *mine)))
-            at = time.monotonic()
+            at = awake_s()
             made.kill(fronts[0])
             await asyncio.gather(*dying)
             assert {one.code for one in theirs} == {GONE}
@@ -133,13 +142,15 @@ async def test_a_frontend_killed_leaves_nothing_and_hurts_nobody(tmp_path: Path)
                 assert stream.code is OK
                 stream.check(tokens)
             while await made.metric(fronts[1], "tidemill_num_requests_running"):
-                assert time.monotonic() - at < 30, "the engine still works for the dead one"
+                assert awake_s() - at < 30, "the engine still works for the dead one"
                 await asyncio.sleep(0.1)
             assert await made.metric(fronts[1], "tidemill_kv_cache_usage_perc") == 0
 
 
 @pytest.mark.parametrize("how", ["the wire is cut", "the server stops", "the rank stops"])
-async def test_silence_is_noticed_and_traffic_moves(tmp_path: Path, how: str) -> None:
+async def test_silence_is_noticed_and_traffic_moves(
+    tmp_path: Path, how: str, awake_s: Clock
+) -> None:
     """Nothing is closed, nothing answers. Where packets are dropped it gets no new work, and its
     streams have ended, within 2 s; where it stands still after 10. When it is back, it is used
     again."""
@@ -153,7 +164,7 @@ async def test_silence_is_noticed_and_traffic_moves(tmp_path: Path, how: str) ->
             await up(made, front, wire.port, engines[1])
             service = made.services[engines[0]]
             victim = service.rank_pid if how == "the rank stops" else service.pid
-            async with Client(made.grpc_ports[front]) as client:
+            async with Client(made.grpc_ports[front], awake_s) as client:
                 whole = await undisturbed(client, prompts(NUM_STREAMS), 40)
                 streams = [Stream(prompt, 40) for prompt in prompts(NUM_STREAMS)]
                 tasks = [asyncio.create_task(client.run(one)) for one in streams]
@@ -163,11 +174,11 @@ async def test_silence_is_noticed_and_traffic_moves(tmp_path: Path, how: str) ->
                 else:
                     os.kill(victim, signal.SIGSTOP)
                 name = f"p{wire.port}"
-                at = time.monotonic()
+                at = awake_s()
                 while (await made.states(front))[wire.port] == "ready":
-                    assert time.monotonic() - at < 10, "it still counts as ready"
+                    assert awake_s() - at < 10, "it still counts as ready"
                     await asyncio.sleep(0.05)
-                print(f"{how}: seen after {time.monotonic() - at:.1f} s")
+                print(f"{how}: seen after {awake_s() - at:.1f} s")
                 for _ in range(4):
                     assert (await client.run(Stream((5, 6), 3))).code is OK
                 if how != "the rank stops":  # a core that is slow keeps what it has for longer

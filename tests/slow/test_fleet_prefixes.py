@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 
 PAGE, ROWS = 16, 8
 ENGINE = ("demo", f"--page-size={PAGE}", "--num-pages=1024", "--log-level=warning")
-HEARD_S = 1.0
+HEARD_S = 2.0
 """For KV events to reach the frontend; they are sent as the pages are sealed."""
 
 

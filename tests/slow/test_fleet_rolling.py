@@ -22,6 +22,7 @@ from tests.waiting import PATIENCE_S, free_port
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1200)]  # many processes
 
 NUM_CLIENTS, NUM_TOKENS = 24, 20
+UNHEARD = (grpc.StatusCode.CANCELLED, "CANCELLED")
 FLAGS = ("--max-rows=16", "--simulated-step-ms=50")
 
 
@@ -31,7 +32,8 @@ class Load:
 
     Who is refused asks the other frontend, once: over HTTP a connection that cannot be made, over
     gRPC a call that is UNAVAILABLE without a token. Everything else that is no right answer is a
-    failure.
+    failure; but a call that came when its server stopped may be ended by grpc itself, before any
+    handler of ours was told of it, and with CANCELLED (grpc/grpc#41785): `num_unheard` of those.
     """
 
     def __init__(self, fronts: list[int], texts: list[Client]) -> None:
@@ -44,6 +46,7 @@ class Load:
         self._whole: dict[tuple[int, ...], list[int]] = {}
         self.num_answered = 0
         self.num_moved = 0
+        self.num_unheard = 0
         self.failures: Counter[str] = Counter()
 
     async def one(self) -> None:
@@ -90,6 +93,9 @@ class Load:
         stream = await client.run(Stream(prompt, NUM_TOKENS))
         if stream.code is grpc.StatusCode.UNAVAILABLE and not stream.tokens:
             return None
+        if (stream.code, stream.detail) == UNHEARD and not stream.tokens:
+            self.num_unheard += 1
+            return None
         assert stream.code is grpc.StatusCode.OK, f"{stream.code}: {stream.detail}"
         return stream.tokens
 
@@ -128,7 +134,7 @@ async def load_of(made: Site, fronts: list[int]) -> AsyncIterator[Load]:
         async with load.running():
             await asyncio.sleep(2)
             yield load
-    print(f"{load.num_answered} answers; {load.num_moved} moved")
+    print(f"{load.num_answered} answers; {load.num_moved} moved, {load.num_unheard} unheard")
 
 
 async def test_a_rolling_restart_of_engines_fails_nobody(tmp_path: Path) -> None:
@@ -144,6 +150,7 @@ async def test_a_rolling_restart_of_engines_fails_nobody(tmp_path: Path) -> None
         assert not load.failures, load.failures
         assert load.num_answered > 100
         assert not load.num_moved, "control: no frontend had to refuse"
+        assert not load.num_unheard, "no frontend stopped"
 
 
 async def test_a_rolling_restart_of_frontends_fails_nobody(tmp_path: Path) -> None:
@@ -165,6 +172,7 @@ async def test_a_rolling_restart_of_frontends_fails_nobody(tmp_path: Path) -> No
         assert not load.failures, load.failures
         assert load.num_answered > 100
         assert load.num_moved, "control: some found a frontend away"
+        assert load.num_unheard <= 2, "more than calls that met the moment of four stops"
 
 
 async def test_control_killed_instead_of_asked_to_stop_some_fail(tmp_path: Path) -> None:

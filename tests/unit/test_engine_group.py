@@ -11,6 +11,7 @@ import pytest
 
 from engine_service.config import EngineConfig
 from frontend.config import FrontendConfig
+from tests.waiting import free_port
 from tidemill.commands import engine, serve
 from tidemill.commands.engine_group import engines_of, placed, wishes_of, with_ports
 from tidemill.commands.ports import settle
@@ -134,9 +135,10 @@ def of_serve(config: EngineConfig, count: int) -> Any:
 
 @pytest.mark.parametrize("settled", [of_serve, engine.settled])
 def test_a_taken_port_names_the_engine_and_the_flag(settled: Callable[..., Any]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        config = EngineConfig(device="cpu", engine_port=port - 1)
+    first = free_port(neighbours=2)
+    port = first + 1
+    config = EngineConfig(device="cpu", engine_port=first)
+    with socket.create_server(("127.0.0.1", port)):
         words = f"{port} for engine 1 of 2: the port is in use; stop .* with --engine-port"
         with pytest.raises(FailedPrecondition, match=words):
             settled(config, 2)
@@ -144,7 +146,7 @@ def test_a_taken_port_names_the_engine_and_the_flag(settled: Callable[..., Any])
 
 
 def test_ports_of_two_flags_that_meet_are_named() -> None:
-    (free,) = settle(wishes_of([EngineConfig(engine_port=0)]))
+    free = free_port(neighbours=3)
     config = EngineConfig(device="cpu", engine_port=free, admin_port=free + 1)
     words = "it is --admin-port of engine 0 of 2's or choose another with --engine-port"
     with pytest.raises(FailedPrecondition, match=words):

@@ -15,6 +15,12 @@ from pydantic import BaseModel
 ASK = "json: tom 31 rome"
 TOM = {"name": "tom", "age": 31, "city": "rome"}
 NAMED: Any = {"type": "function", "name": "save_person"}
+_LONG = {"type": "string", "minLength": 1500}
+STORY: Any = {
+    "max_output_tokens": 1900,
+    "text": {"format": {"type": "json_schema", "name": "story", "schema": _LONG}},
+}
+"""What is not over before its client has left, or cancels."""
 PATIENCE_S = 60.0
 
 
@@ -112,7 +118,7 @@ def test_in_the_background(client: openai.OpenAI) -> None:
     queued = client.responses.create(model="demo", input=ASK, background=True)
     assert queued.background
     assert json.loads(until_settled(client, queued.id).output_text) == TOM
-    long = client.responses.create(model="demo", input="ROMEO:", background=True)
+    long = client.responses.create(model="demo", input="ROMEO:", background=True, **STORY)
     cancelled = client.responses.cancel(long.id)
     assert cancelled.status == "cancelled"
     assert client.responses.retrieve(long.id).status == "cancelled"
@@ -166,11 +172,7 @@ def test_what_does_not_exist(client: openai.OpenAI) -> None:
 def test_a_stream_that_is_closed(
     client: openai.OpenAI, abandoned: AbstractContextManager[None]
 ) -> None:
-    story = {"type": "string", "minLength": 1500}  # not over before its client has left
-    text: Any = {"format": {"type": "json_schema", "name": "story", "schema": story}}
     with abandoned:
-        stream = client.responses.create(
-            model="demo", input="ROMEO:", stream=True, max_output_tokens=1900, text=text
-        )
+        stream = client.responses.create(model="demo", input="ROMEO:", stream=True, **STORY)
         next(event for event in stream if event.type == "response.output_text.delta")
         stream.close()

@@ -99,10 +99,11 @@ def test_a_stream_and_leaving_it(
     face: Any = FACES["grpc"]
     news: queue.Queue[Any] = queue.Queue()
     with face.InferenceServerClient(os.environ["TIDEMILL_GRPC"]) as client:
-        whole = said(client.infer("demo", [prompts(face, ASK)], parameters=GREEDY))[0]
+        long = GREEDY | {"max_tokens": 500, "ignore_eos": True}
+        whole = said(client.infer("demo", [prompts(face, ASK)], parameters=long))[0]
         client.start_stream(lambda result, error: news.put((result, error)))
         client.async_stream_infer(
-            "demo", [prompts(face, ASK)], parameters=GREEDY, enable_empty_final_response=True
+            "demo", [prompts(face, ASK)], parameters=long, enable_empty_final_response=True
         )
         pieces = []
         while True:
@@ -113,7 +114,7 @@ def test_a_stream_and_leaving_it(
                 break
             pieces += said(result)
         assert "".join(pieces) == whole
-        assert len(pieces) > 3
+        assert len(pieces) > 1, "a slow reader gets several tokens as one, but not all of them"
         client.async_stream_infer("demo", [prompts(face, ASK)], parameters={"tempratur": 1})
         result, error = news.get(timeout=60)
         assert "tempratur" in str(error)
