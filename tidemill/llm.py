@@ -1,12 +1,14 @@
 """Offline use: the engine in this process, prompts in, finished texts out.
 
-It does not know gRPC. One thread drives the same scheduler and worker that the service runs.
+It does not know gRPC. One thread at a time drives the same scheduler and worker that the service
+runs.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
@@ -36,6 +38,7 @@ from tidemill.prompts import Prompt, PromptReader, as_list, one_per_prompt, with
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, ServiceError
 from tidemill.sampling_params import SamplingParams
 from tidemill.structured import constraint_of
+from tidemill.turns import in_turn
 
 _BESIDE_STEP = 64
 """Requests that are read beside a step, at least: some milliseconds."""
@@ -60,6 +63,7 @@ class LLM(BeamCalls, PooledCalls):
         """Ends other ranks' processes, if any; so does the end of a `with` block, of this object or
         of the program."""
         self.facts = self.engine.facts
+        self._turn = threading.RLock()
         self._scheduler = self.engine.scheduler
         self._mail = Mailbox()
         self._loop = CoreLoop(
@@ -92,6 +96,7 @@ class LLM(BeamCalls, PooledCalls):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @in_turn
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -102,7 +107,7 @@ class LLM(BeamCalls, PooledCalls):
 
         One SamplingParams serves all prompts, a list gives one per prompt. A request that cannot
         be admitted raises, and the others are given up; without prefix caching the first of them
-        run already.
+        run already. Calls from several threads run one after the other.
         """
         listed = as_list(prompts)
         params = one_per_prompt(sampling_params, len(listed))
@@ -171,6 +176,7 @@ class LLM(BeamCalls, PooledCalls):
         tokenizer = self._reader.need_tokenizer()
         return tokenizer.as_transformers(self.facts.max_model_len)
 
+    @in_turn
     @unbroken()
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Queues one prompt and returns its id; `step` makes it progress.
@@ -199,6 +205,7 @@ class LLM(BeamCalls, PooledCalls):
         self._requests[request_id] = pending
         return request_id
 
+    @in_turn
     @unbroken()
     def step(self) -> list[RequestOutput]:
         """One turn of the core loop. Returns what finished in it.
@@ -218,6 +225,7 @@ class LLM(BeamCalls, PooledCalls):
                     self._pooled[output.keys[row]] = finish
         return [pending.output for pending in finished.values() if pending.is_finished]
 
+    @in_turn
     def get_output(self, request_id: str) -> RequestOutput | None:
         """The request's output, once, when it has finished; else None. Unknown ids raise."""
         if request_id not in self._requests:
@@ -232,6 +240,7 @@ class LLM(BeamCalls, PooledCalls):
         """Whether `step` has anything to do."""
         return self._scheduler.has_work
 
+    @in_turn
     def _pool(self, prompts: Sequence[PoolPrompt]) -> list[Finish]:
         """Runs prompts that are pooled to their ends; nothing of them is left whatever happens."""
         keys: list[int] = []
@@ -272,6 +281,7 @@ class LLM(BeamCalls, PooledCalls):
                 return True
         return False
 
+    @in_turn
     @unbroken()
     def _drop(self, request_ids: Iterable[str]) -> None:
         """Takes back what a failed call has queued."""
