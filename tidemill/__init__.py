@@ -4,9 +4,20 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
+_HOMES = {
+    "LLM": "llm",
+    "AsyncClient": "client",
+    "Client": "client",
+    "ClientTls": "client",
+    "BeamSearchParams": "sampling_params",
+    "SamplingParams": "sampling_params",
+    "SparseParams": "sampling_params",
+    "StructuredOutputsParams": "sampling_params",
+}
+__all__ = list(_HOMES)
+
 
 def __getattr__(name: str) -> object:
-    home = {"LLM": "llm", "Client": "client", "AsyncClient": "client", "ClientTls": "client"}
-    if name not in home and not name.endswith("Params"):
+    if name not in _HOMES:
         raise AttributeError(f"module 'tidemill' has no attribute {name!r}")
-    return getattr(import_module(f"tidemill.{home.get(name, 'sampling_params')}"), name)
+    return getattr(import_module(f"tidemill.{_HOMES[name]}"), name)

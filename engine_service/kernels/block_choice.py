@@ -100,6 +100,7 @@ def choose_in_blocks_triton(
     if rule.capacity >= num_experts:
         return choose_experts_triton(logits_TX, bias_X, whole)
     num_blocks, overlap = triton.cdiv(num_tokens, rule.block), overlaps_launches(logits_TX.device)
+    block_x = triton.next_power_of_2(num_experts)
     kept = logits_TX.new_empty((num_blocks, num_experts), dtype=torch.int8)
     _keep_experts_kernel[(num_blocks,)](
         logits_TX,
@@ -110,9 +111,9 @@ def choose_in_blocks_triton(
         BLOCK=rule.block,
         CAPACITY=rule.capacity,
         BLOCK_T=triton.next_power_of_2(rule.block),
-        BLOCK_X=triton.next_power_of_2(num_experts),
+        BLOCK_X=block_x,
         PDL=overlap,
-        num_warps=8,
+        num_warps=min(32, max(8, block_x**2 // 8192)),  # comparisons of pairs stay in registers
         launch_pdl=overlap,
     )
     return choose_experts_triton(logits_TX, bias_X, whole, kept_BX=kept, block=rule.block)

@@ -172,7 +172,7 @@ def group_rows_triton(experts_R: torch.Tensor, num_experts: int, block_m: int) -
     experts = torch.empty(num_tiles, dtype=torch.int32, device=device)
     overlap = overlaps_launches(device)
     block_r, block_x = _BLOCKS[num_rows > _BLOCKS[0]], triton.next_power_of_2(num_experts)
-    slice_rows = triton.cdiv(triton.cdiv(num_rows, _MOST_SLICES), block_r) * block_r
+    slice_rows = max(triton.cdiv(triton.cdiv(num_rows, _MOST_SLICES), block_r), 1) * block_r
     num_slices = triton.cdiv(num_rows, slice_rows)
     cut = {"BLOCK_R": block_r, "BLOCK_X": block_x, "PDL": overlap}
     counts = None

@@ -57,7 +57,8 @@ class GenerateBody(Body):
     text_input: StrictStr
     id: StrictStr | None = None
     parameters: dict[str, Any] | None = None
-    """Those of /v1/completions; `details` asks for the reason of the end and log-probabilities."""
+    """Those of /v1/completions, which may stand beside the text too; `details` asks for the reason
+    of the end and log-probabilities."""
 
 
 class Read(NamedTuple):

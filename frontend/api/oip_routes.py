@@ -121,7 +121,9 @@ def metadata(name: str) -> dict[str, Any]:
 
 
 def _wanted(body: GenerateBody, name: str) -> tuple[TextRequest, bool]:
-    parameters = dict(body.parameters or {})
+    parameters = (body.model_extra or {}) | (body.parameters or {})
+    if "exclude_input_in_output" in parameters:
+        parameters["echo"] = not parameters.pop("exclude_input_in_output")
     details = bool(parameters.pop("details", False))
     wanted = to_request(name, [body.text_input], parameters, logprobs=details)
     if wanted.options.n != 1:

@@ -101,7 +101,7 @@ class GenerationBody(Body):
     repetition_penalty: StrictFloat | None = None
     logit_bias: dict[int, StrictFloat] | None = None
     """Keys are token ids, written as strings."""
-    allowed_token_ids: list[StrictInt] | None = None
+    allowed_token_ids: list[StrictInt] | None = Field(default=None, min_length=1)
     """Only these may be chosen."""
     bad_words: list[str] | None = None
     """Up to 256 texts that must not appear, as the tokenizer writes them with and without a space

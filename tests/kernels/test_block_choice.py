@@ -19,6 +19,7 @@ FEW = torch.tensor([-3.0, -1.3, 0.4, 2.2])
 IN_BLOCKS = {"torch": choose_in_blocks_ref, "triton": choose_in_blocks_triton}
 BLOCK_RULES = [
     (256, BlockRule(8, 32, 48, True, 2.5)),
+    (300, BlockRule(8, 8, 20, True, 1.0)),
     (24, BlockRule(3, 4, 5, True, 1.0)),
     (21, BlockRule(4, 6, 2, False, 0.5)),
     (6, BlockRule(2, 4, 6, True, 1.0)),

@@ -8,7 +8,7 @@ import torch
 from engine_service.kernels.group_rows import group_rows_ref, group_rows_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SIZES = [(1, 1, 16), (1, 20, 16), (40, 3, 64), (20, 17, 16), (64, 9, 16), (65, 9, 16)]
+SIZES = [(0, 5, 16), (1, 1, 16), (1, 20, 16), (40, 3, 64), (20, 17, 16), (64, 9, 16), (65, 9, 16)]
 SIZES += [(256, 9, 16), (257, 9, 16), (1100, 5, 64), (9001, 11, 16)]
 SIZES += [(33_000, 5, 64)]
 """Rows, experts, rows of a tile: one slice, several, and slices of several blocks; more experts

@@ -176,6 +176,18 @@ async def test_generate(http: httpx.AsyncClient) -> None:
     assert answer.json()["error"].startswith("n: ")
 
 
+async def test_parameters_of_generate_may_stand_beside_the_text(http: httpx.AsyncClient) -> None:
+    """As Triton takes them; what is none of a completion's is refused there too."""
+    for asked in ({"max_tokens": 3}, {"max_tokens": 9, "parameters": {"max_tokens": 3}}):
+        answer = await http.post(GENERATE, json={"text_input": "ab", **asked})
+        assert answer.json()["text_output"] == "aba"
+    asked = {"text_input": "ab", "max_tokens": 3, "exclude_input_in_output": False}
+    assert (await http.post(GENERATE, json=asked)).json()["text_output"] == "ababa"
+    answer = await http.post(GENERATE, json={"text_input": "ab", "tempratur": 0})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"].startswith("tempratur")
+
+
 async def test_generate_stream(http: httpx.AsyncClient) -> None:
     asked = {"text_input": "ab", "parameters": {"max_tokens": 5}}
     answer = await http.post(f"{GENERATE}_stream", json=asked)
