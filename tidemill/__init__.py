@@ -3,17 +3,9 @@
 from importlib import import_module
 
 __version__ = "0.1.0"
-
-_HOMES = {
-    "LLM": "llm",
-    "AsyncClient": "client",
-    "Client": "client",
-    "ClientTls": "client",
-    "BeamSearchParams": "sampling_params",
-    "SamplingParams": "sampling_params",
-    "SparseParams": "sampling_params",
-    "StructuredOutputsParams": "sampling_params",
-}
+_PARAMS = ("BeamSearchParams", "SamplingParams", "SparseParams", "StructuredOutputsParams")
+_HOMES = {"LLM": "llm", "AsyncClient": "client", "Client": "client", "ClientTls": "client"}
+_HOMES |= dict.fromkeys(_PARAMS, "sampling_params")
 __all__ = list(_HOMES)
 
 
