@@ -12,18 +12,16 @@ norm(x) W^T = ((x g) W^T) / sqrt(mean(x^2) + eps), and the squares are summed as
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 
+from engine_service.kernels.arrivals import arrivals, came_last
 from engine_service.kernels.jit import fitting_stages, jit, overlaps_launches, tl, triton
 
 _PREFETCH = 32 << 10
 """Bytes of weights that a program draws into the L2 cache before its input is there. The programs
 that run at once, two or three a processor, then fill a quarter of an H200's."""
-
-_MAX_SPLIT_TILES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +80,12 @@ def multiply(
     stages = fitting_stages(tiles.num_stages, out.device)
     options |= {"BLOCK_M": max(options["BLOCK_M"], 8), "num_stages": stages}
     options |= {"SPLIT_K": tiles.split_k, "PREFETCH": _prefetched(weight_NK, tiles)}
-    partial = arrivals = None
+    partial = arrived = None
     if tiles.split_k > 1:
         size = grid[0] * tiles.split_k * (tiles.block_n + 1) * options["BLOCK_M"]
         partial = torch.empty(size, dtype=torch.float32, device=out.device)
-        arrivals = _arrivals(out.device)[: grid[0]]
-    _dot_kernel[grid](*tensors, partial, arrivals, *sizes, **options)
+        arrived = arrivals(out.device)[: grid[0]]
+    _dot_kernel[grid](*tensors, partial, arrived, *sizes, **options)
 
 
 def _prefetched(weight_NK: torch.Tensor, tiles: Tiles) -> int:
@@ -97,12 +95,6 @@ def _prefetched(weight_NK: torch.Tensor, tiles: Tiles) -> int:
     shortest = max(width - length * (tiles.split_k - 1), 0) * weight_NK.itemsize
     aligned = width * weight_NK.itemsize % 16 == 0 and weight_NK.data_ptr() % 16 == 0
     return min(shortest, _PREFETCH // tiles.block_n) // 16 * 16 if aligned else 0
-
-
-@lru_cache(maxsize=8)
-def _arrivals(device: torch.device) -> torch.Tensor:
-    """Counters of programs that have stored their part; 0 between launches."""
-    return torch.zeros(_MAX_SPLIT_TILES, dtype=torch.int32, device=device)
 
 
 @jit
@@ -243,14 +235,13 @@ def _sum_parts(
     acc: tl.tensor,
     squares: tl.tensor,
     partial_ptr: tl.tensor,
-    arrivals_ptr: tl.tensor,
+    arrived_ptr: tl.tensor,
     SPLIT_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """(acc [N, M] and squares [M] summed over the parts of K, whether this program came last).
 
-    Every program leaves its part in `partial` [tiles, SPLIT_K, N + 1, M] and counts itself. The
-    last one adds all in their order, whichever it is, so the result never changes; it puts the
-    count back to 0 for the next launch.
+    Every program leaves its part in `partial` [tiles, SPLIT_K, N + 1, M]. The last one adds all in
+    their order, whichever it is, so the result never changes.
     """
     tile = tl.program_id(0)
     ROWS: tl.constexpr = acc.shape[0]
@@ -262,17 +253,13 @@ def _sum_parts(
     own = tl.program_id(1) * SIZE
     tl.store(square_ptrs + own, squares, cache_modifier=".cg")
     tl.store(acc_ptrs + own, acc, cache_modifier=".cg")
-    # All threads must have stored before one of them counts the program.
-    tl.debug_barrier()
-    last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLIT_K - 1
+    last = came_last(arrived_ptr + tile, SPLIT_K)
     if last:
-        tl.debug_barrier()
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         squares = tl.zeros([COLUMNS], tl.float32)
         for part in tl.static_range(SPLIT_K):
             squares += tl.load(square_ptrs + part * SIZE, cache_modifier=".cg")
             acc += tl.load(acc_ptrs + part * SIZE, cache_modifier=".cg")
-        tl.store(arrivals_ptr + tile, 0)
     return acc, squares, last
 
 
@@ -284,7 +271,7 @@ def _dot_kernel(
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
-    arrivals_ptr: tl.tensor,
+    arrived_ptr: tl.tensor,
     M: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
@@ -321,7 +308,7 @@ def _dot_kernel(
     squares_M = tl.sum(squares, axis=1)
     last = True
     if SPLIT_K > 1:
-        acc, squares_M, last = _sum_parts(acc, squares_M, partial_ptr, arrivals_ptr, SPLIT_K)
+        acc, squares_M, last = _sum_parts(acc, squares_M, partial_ptr, arrived_ptr, SPLIT_K)
     if last:
         y = tl.trans(acc)
         if norm_ptr is not None:

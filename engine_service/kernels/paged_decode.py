@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine_service.kernels.arrivals import came_last
 from engine_service.kernels.jit import fitting_stages, jit, tl, triton
 from engine_service.kernels.paged_tiles import (
     MAX_ROWS,
@@ -175,11 +176,7 @@ def _store_last(
         store_output(rows, sums, token + query, head, valid, B)
     else:
         _hand_over(parts, first_slot + tl.program_id(2), sums, valid, B)
-        # All threads have stored before one of them releases, and that one acquires for all.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(parts.arrived + pair, 1, sem="acq_rel")
-        if arrived == used - 1:
-            tl.store(parts.arrived + pair, 0)
+        if came_last(parts.arrived + pair, used):
             few_queries, heads, full = _heads_of_queries(count, B, ROWS)
             whole = _combine(parts, first_slot, used, full, B, ROWS)
             store_output(rows, whole, token + few_queries, heads, full, B)

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from engine_service.kernels.arrivals import arrivals, came_last
 from engine_service.kernels.jit import (
     fitting_stages,
     jit,
@@ -24,11 +25,12 @@ from engine_service.kernels.jit import (
     triton,
 )
 
-_MIN_ROWS = 64
-"""Fewer rows leave so much of the device idle that the library's product is no slower."""
 _BLOCK_O, _BLOCK_I = 64, 64
-_WAVE = 128
-"""Programs that fill the device: rows are cut smaller where there would be fewer."""
+_WAVE = 256
+"""Programs that fill the device, two a multiprocessor: rows, and then inputs, are cut smaller where
+there would be fewer."""
+_MIN_INPUTS, _MOST_PARTS = 256, 8
+"""Of a program that shares its sum; of one sum."""
 
 
 def wide_linear_ref(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -61,9 +63,9 @@ class WideWeight:
             self._pieces_3OI = split_weight(self.weight_OI)
 
     def product(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """`wide_linear_ref`; one launch for many rows of a weight that is split."""
+        """`wide_linear_ref`; one launch where the weight is split."""
         pieces = self._pieces_3OI
-        if pieces is not None and len(x_TI) >= _MIN_ROWS and runs_triton(x_TI):
+        if pieces is not None and len(x_TI) and runs_triton(x_TI):
             return wide_linear_triton(x_TI, pieces)
         return wide_linear_ref(x_TI, self.weight_OI)
 
@@ -73,6 +75,8 @@ def _wide_linear_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    part_ptr: tl.tensor,
+    arrived_ptr: tl.tensor,
     num_rows: tl.tensor,
     num_outputs: tl.tensor,
     num_inputs: tl.tensor,
@@ -83,7 +87,8 @@ def _wide_linear_kernel(
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """A program computes BLOCK_O outputs of BLOCK_T rows."""
+    """Programs of one row and column of the grid compute BLOCK_O outputs of BLOCK_T rows, each from
+    its share of the inputs. How many they are is no constant: nothing is compiled anew for it."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -93,7 +98,9 @@ def _wide_linear_kernel(
     x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride + column
     weight_ptrs = weight_ptr + out[:, None] * num_inputs + column
     acc = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
-    for start in range(0, num_inputs, BLOCK_I):
+    share = tl.cdiv(tl.cdiv(num_inputs, BLOCK_I), tl.num_programs(2)) * BLOCK_I
+    first = tl.program_id(2) * share
+    for start in range(first, tl.minimum(first + share, num_inputs), BLOCK_I):
         inside = start + column < num_inputs
         x = tl.trans(tl.load(x_ptrs + start, mask=(row < num_rows)[:, None] & inside, other=0.0))
         real = (out < num_outputs)[:, None] & inside
@@ -105,8 +112,44 @@ def _wide_linear_kernel(
         part = tl.dot(low, x)
         part = tl.dot(middle, x, part)
         acc += tl.dot(high, x, part)
-    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * num_outputs + out[None, :]
-    tl.store(out_ptrs, tl.trans(acc), mask=(row < num_rows)[:, None] & (out < num_outputs)[None, :])
+    is_last = True
+    if tl.num_programs(2) > 1:
+        acc, is_last = _sum_parts(acc, part_ptr, arrived_ptr)
+    if is_last:
+        out_ptrs = out_ptr + row.to(tl.int64)[:, None] * num_outputs + out[None, :]
+        real = (row < num_rows)[:, None] & (out < num_outputs)[None, :]
+        tl.store(out_ptrs, tl.trans(acc), mask=real)
+
+
+@jit
+def _sum_parts(
+    acc: tl.tensor, part_ptr: tl.tensor, arrived_ptr: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """(all parts of a tile's sum, added in their order; whether this program came last and so has
+    them). `part` is [tiles, parts, O, T]."""
+    num_parts = tl.num_programs(2)
+    tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    ROWS: tl.constexpr = acc.shape[0]
+    COLUMNS: tl.constexpr = acc.shape[1]
+    place = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    part_ptrs = part_ptr + tile * (num_parts * ROWS * COLUMNS) + place
+    tl.store(part_ptrs + tl.program_id(2) * (ROWS * COLUMNS), acc, cache_modifier=".cg")
+    is_last = came_last(arrived_ptr + tile, num_parts)
+    if is_last:
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for part in range(num_parts):
+            acc += tl.load(part_ptrs + part * (ROWS * COLUMNS), cache_modifier=".cg")
+    return acc, is_last
+
+
+def cut_wide(num_rows: int, num_outputs: int, num_inputs: int) -> tuple[int, int]:
+    """(rows of a tile, programs that share its inputs)."""
+    columns = triton.cdiv(num_outputs, _BLOCK_O)
+    num_tiles = triton.cdiv(num_rows, 32) * columns
+    if num_tiles > _WAVE:
+        return 64, 1
+    most = min(_WAVE // num_tiles, num_inputs // _MIN_INPUTS, _MOST_PARTS)
+    return 32, 1 << max(most, 1).bit_length() - 1
 
 
 def wide_linear_triton(x_TI: torch.Tensor, pieces_3OI: torch.Tensor) -> torch.Tensor:
@@ -117,12 +160,15 @@ def wide_linear_triton(x_TI: torch.Tensor, pieces_3OI: torch.Tensor) -> torch.Te
     assert pieces_3OI.is_contiguous()
     out = x_TI.new_empty((num_rows, num_outputs), dtype=torch.float32)
     overlap = overlaps_launches(x_TI.device)
-    columns = triton.cdiv(num_outputs, _BLOCK_O)
-    block_t = 64 if triton.cdiv(num_rows, 64) * columns >= _WAVE else 32
-    _wide_linear_kernel[(triton.cdiv(num_rows, block_t), columns)](
+    block_t, num_parts = cut_wide(num_rows, num_outputs, num_inputs)
+    rows, columns = triton.cdiv(num_rows, block_t), triton.cdiv(num_outputs, _BLOCK_O)
+    part = out.new_empty(rows * columns * num_parts * block_t * _BLOCK_O if num_parts > 1 else 0)
+    _wide_linear_kernel[(rows, columns, num_parts)](
         x_TI,
         pieces_3OI,
         out,
+        part,
+        arrivals(x_TI.device),
         num_rows,
         num_outputs,
         num_inputs,

@@ -15,7 +15,15 @@ from engine_service.kernels.wide_linear import (
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-SIZES = [(1, 5, 3), (70, 130, 200), (64, 64, 512), (1030, 500, 70)]
+SIZES = [
+    (1, 5, 3),
+    (70, 130, 200),
+    (64, 64, 512),
+    (1030, 500, 70),
+    (90, 70, 2048),
+    (33, 65, 1500),
+    (2, 8, 4096),
+]
 """Rows, outputs, inputs; the last in tiles of 64 rows, the others of 32."""
 
 
@@ -64,9 +72,9 @@ def test_three_pieces_are_the_weight(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "dtype", "by_kernel"),
-    [(64, torch.bfloat16, True), (63, torch.bfloat16, False), (64, torch.float32, False)],
+    [(3, torch.bfloat16, True), (0, torch.bfloat16, False), (64, torch.float32, False)],
 )
-def test_many_rows_take_the_pieces_of_a_weight_that_is_split(
+def test_rows_take_the_pieces_of_a_weight_that_is_split(
     monkeypatch: pytest.MonkeyPatch, rows: int, dtype: torch.dtype, by_kernel: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
