@@ -204,7 +204,6 @@ def _short_kernel(
     MIN_TILES: tl.constexpr,
     ONE_QUERY: tl.constexpr,
     ROWS: tl.constexpr,
-    LETS_GO: tl.constexpr,
 ) -> None:
     # Before the wait only what was there when the kernel ahead began may be read. No load but that
     # of a page or of a span's first query needs the result of another.
@@ -230,7 +229,9 @@ def _short_kernel(
     page = page_ids(keys, start, stop, B)
     if B.pdl:
         tl.extra.cuda.gdc_wait()
-        if LETS_GO:
+        # The product behind one row asks for weights from all multiprocessors as soon as it is let
+        # go; these few programs' keys, and the parts they hand over, would come behind them.
+        if tl.num_programs(0) > 1:
             tl.extra.cuda.gdc_launch_dependents()
     if count <= 0:
         return
@@ -281,9 +282,6 @@ def paged_decode_triton(
         MIN_TILES=max(_MIN_SPLIT_KEYS // tiles.block_n, 1),
         ONE_QUERY=one_query,
         ROWS=triton.next_power_of_2(built.group_size) if one_query else tiles.block_m,
-        # The product behind one row asks for weights from all multiprocessors as soon as it is let
-        # go; these few programs' keys, and the parts they hand over, would come behind them.
-        LETS_GO=grid[0] > 1,
         num_warps=tiles.num_warps,
         num_stages=fitting_stages(tiles.num_stages, q_THD.device),
         launch_pdl=built.pdl,

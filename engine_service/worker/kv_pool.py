@@ -10,8 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engine_service.attention.base import AttentionBackend, AttentionShape
+from engine_service.attention.base import AttentionBackend, AttentionShape, LayerCache
 from engine_service.config import EngineConfig
+from engine_service.core.step import FULL
+from engine_service.models.base import ModelTraits
+from engine_service.resolve import ResolvedConfig
+from engine_service.worker.aside import num_pages_aside
 from tidemill.runtime.errors import InvalidRequest
 
 _MIB = 1 << 20
@@ -40,6 +44,16 @@ class KVPool:
     def trash_page(self) -> int:
         """Index of the page behind the last real one."""
         return self.num_pages
+
+
+def open_cache_aside(
+    backend: AttentionBackend, resolved: ResolvedConfig, traits: ModelTraits, device: torch.device
+) -> LayerCache | None:
+    """One layer's keys and values of a step; None for models whose spans use the pages only."""
+    if traits.mask_block < FULL:
+        return None
+    num_pages = num_pages_aside(resolved.token_budget, resolved.max_rows, resolved.page_size)
+    return backend.empty_cache(num_pages, device)
 
 
 def page_bytes(shape: AttentionShape, num_layers: int) -> int:

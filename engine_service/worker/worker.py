@@ -18,24 +18,25 @@ from engine_service.attention.base import AttentionBackend, AttentionShape, Laye
 from engine_service.attention.select import open_backend
 from engine_service.config import EngineConfig
 from engine_service.core.pooling import Pooling
-from engine_service.core.step import FULL, Decisions, StepPlan
+from engine_service.core.step import Decisions, StepPlan
 from engine_service.core.strategy import DecodeStrategy, ExecutorLimits
 from engine_service.distributed import FIRST, Group, Place, Store, meet
 from engine_service.kernels.jit import is_kernel_failure, kernel_fault
 from engine_service.models.base import CausalModel, ModelTraits
 from engine_service.models.sharing import check_fit
 from engine_service.resolve import resolve
-from engine_service.worker.aside import num_pages_aside
 from engine_service.worker.buckets import Bucket, buckets_of
 from engine_service.worker.checkpoint import Report, fetch_checkpoint
-from engine_service.worker.device import (
-    agree_on_kernels,
-    give_up_together,
-    num_beside,
-    open_device,
-)
+from engine_service.worker.device import agree_on_kernels, give_up_together, num_beside, open_device
 from engine_service.worker.graphs import StepGraphs, capture_steps
-from engine_service.worker.kv_pool import KVPool, KVRoom, count_pages, no_pages, page_bytes
+from engine_service.worker.kv_pool import (
+    KVPool,
+    KVRoom,
+    count_pages,
+    no_pages,
+    open_cache_aside,
+    page_bytes,
+)
 from engine_service.worker.memory import decides_in_pieces, find_room, free_bytes
 from engine_service.worker.pool_facts import read_pool_facts
 from engine_service.worker.pool_rows import PoolRows
@@ -52,6 +53,7 @@ from engine_service.worker.shortage import (
     weights_advice,
 )
 from engine_service.worker.tables import RowTables
+from engine_service.worker.warm_up import warm_up
 from engine_service.worker.weights import check_files, load_model, read_traits, resolve_dtype
 
 _LOG = logging.getLogger("tidemill.rank")
@@ -75,7 +77,8 @@ class Worker:
         place: Place = FIRST,
         store: Store | None = None,
     ) -> None:
-        """Start-up in order: device, checkpoint, model, profile, KV, tables, strategies.
+        """Start-up in order: device, checkpoint, model, profile, KV, tables, strategies,
+        kernels, graphs.
 
         `place`: which rank of several this is, that all start up in step with each other; rank 0
         brings the `store` at which they meet.
@@ -110,6 +113,8 @@ class Worker:
             model = load_model(config, self.checkpoint, report=report, group=self.group, **where)
         self.strategies = {made.name: made for made in make_strategies(self.traits)}
         program, buckets = self._make_program(config, model)
+        with self._stage("kernels", lambda: pool_advice(self.resolved)):
+            warm_up(program, self.resolved)
         graphs = self._capture(program, buckets)
         self._runner = Runner(program, logit_chunk=self.resolved.logit_chunk, graphs=graphs)
 
@@ -218,7 +223,7 @@ class Worker:
         """
         backend, stage = self._create_backend(config), self.group.stage
         buckets = self._list_buckets(config, backend, decides_in_pieces(model))
-        cache_aside = self._create_cache_aside(backend)
+        cache_aside = open_cache_aside(backend, self.resolved, self.traits, self.device)
         try:
             room = find_room(config, self.resolved, model, backend, self.device, buckets, stage)
         except Exception as error:
@@ -262,14 +267,6 @@ class Worker:
         chunk, is_alone = self.resolved.logit_chunk, self.group.size == 1
         with self._stage("graphs", graphs_advice):
             return capture_steps(program, buckets, chunk, self._report, is_alone=is_alone)
-
-    def _create_cache_aside(self, backend: AttentionBackend) -> LayerCache | None:
-        """One layer's keys and values of a step; None for models whose spans use the pages only."""
-        if self.traits.mask_block < FULL:
-            return None
-        size = self.resolved
-        num_pages = num_pages_aside(size.token_budget, size.max_rows, size.page_size)
-        return backend.empty_cache(num_pages, self.device)
 
     def _create_pool(self, config: EngineConfig, room: KVRoom, backend: AttentionBackend) -> KVPool:
         resolved, num_layers = self.resolved, self._num_layers

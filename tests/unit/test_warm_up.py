@@ -1,0 +1,59 @@
+"""Steps that run ahead of all requests are steps of that model, and leave nothing behind."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace as Facts
+
+import pytest
+
+from engine_service.worker import warm_up as warmed
+from engine_service.worker.warm_up import typical_steps
+from tidemill import LLM, SamplingParams
+
+KINDS = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 1},
+    {"temperature": 0.8, "top_k": 5, "seed": 2, "logprobs": 2},
+)
+
+
+def tokens(model: str) -> list[list[int]]:
+    with LLM(model, max_rows=8, max_model_len=256, token_budget=512) as llm:
+        params = [SamplingParams(max_tokens=12, **kind) for kind in KINDS]
+        outputs = llm.generate(["2 + 2 =", "reverse abc", "copy x y z"], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("model", ["demo", "demo-block", "demo-canvas"])
+def test_answers_are_the_same_behind_a_warm_up(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, where it is not needed: torch checks every index there."""
+    plain = tokens(model)
+    ran: list[int] = []
+
+    def counted(program: object, spans: list[object], *rest: object) -> None:
+        ran.append(len(spans))
+        run(program, spans, *rest)
+
+    run = warmed._run
+    monkeypatch.setattr(warmed, "runs_triton", lambda _: True)
+    monkeypatch.setattr(warmed, "_run", counted)
+    assert tokens(model) == plain
+    assert len(ran) > 20
+    assert max(ran) == 8, "as many rows as there are"
+
+
+def test_steps_fit_any_engine() -> None:
+    """No step exceeds the budgets, whatever they are, and prompts stand beside rows in some."""
+    for block, shift in ((1, 1), (4, 0), (32, 0)):
+        traits = Facts(mask_block=block, logits_shift=shift)
+        for budget, rows, width in ((32, 1, 64), (512, 8, 256), (8192, 256, 2112), (64, 3, 4096)):
+            resolved = Facts(token_budget=budget, max_rows=rows, table_width=width)
+            steps = list(typical_steps(resolved, traits, 99))  # type: ignore[arg-type]
+            assert steps
+            for spans in steps:
+                assert sum(span.num_tokens for span in spans) <= budget
+                assert len(spans) <= rows
+                assert all(0 <= span.start < span.stop <= width for span in spans)
+                assert all(span.decide_stop <= width for span in spans)
+            is_mixed = [len({span.num_tokens for span in spans}) > 1 for spans in steps]
+            assert any(is_mixed) == (budget > 64 or (block < 32 and rows > 1))
