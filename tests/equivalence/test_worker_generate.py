@@ -178,6 +178,7 @@ def test_start_up_reports_stages_and_facts(models):
         "profile",
         "kv",
         "tables",
+        "kernels",
     ]
     assert facts["page_size"] == 8
     assert facts["num_pages"] == worker.limits.num_pages == 8 * MAX_LEN // 8
