@@ -34,7 +34,7 @@ from engine_service.worker.tables import RowTables
 _WARM_UP_TOKENS = 16
 _FEW_ROWS = (1, 4, 16, 32)
 """Steps of few rows run other kernels than long ones. One that does not compile or fit this device
-must be found at start-up; and no request waits for a compiler."""
+must be found while everything can still be chosen anew."""
 _BYTES_PER_GRAPH = 2 << 20
 """Of the driver, for the few hundred launches of a step."""
 _EVERYTHING = Wants(

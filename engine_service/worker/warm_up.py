@@ -4,10 +4,14 @@ compiler, or for a library that makes its kernels when they are asked for.
 A kernel is compiled once for every way in which a step launches it: by the length of its longest
 query, by whether keys are split, by what its rows want to be chosen by. It does not know those
 ways; it tries sizes by powers of two. Everything is read from and written to the trash row.
+
+A kernel that cannot be built here is told and left to the requests that need it: which kernels an
+engine does without has been decided by then.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -15,7 +19,7 @@ from itertools import chain
 import torch
 
 from engine_service.core.step import Span, granularity
-from engine_service.kernels.jit import runs_triton
+from engine_service.kernels.jit import in_one_line, is_kernel_failure, runs_triton
 from engine_service.models.base import ModelTraits
 from engine_service.resolve import ResolvedConfig
 from engine_service.sampling.batch import Wants
@@ -24,6 +28,8 @@ from engine_service.worker.batch import bind_batch, columns_of
 from engine_service.worker.buckets import PLAIN
 from engine_service.worker.layout import lay_out
 from engine_service.worker.program import StepProgram
+
+_LOG = logging.getLogger("tidemill.rank")
 
 _MOST_TOKENS = 2048
 """Of a step here. Longer ones run the same kernels, and one has been run to see what memory it
@@ -44,11 +50,11 @@ def warm_up(program: StepProgram, resolved: ResolvedConfig) -> None:
     own = replace(program, stage=program.stage.unlinked)
     traits, row = program.model.traits, program.tables.trash_row
     for spans in typical_steps(resolved, traits, row):
-        _run(own, spans, resolved, [PLAIN])
+        _try(own, spans, resolved, [PLAIN])
     if traits.methods:
         most = max(1, resolved.logit_chunk // granularity(traits.mask_block))
         for count in sorted({min(count, most, resolved.max_rows) for count in _ROWS}):
-            _run(own, [_span(1, 0, traits, row)] * count, resolved, list(kinds_of_choice()))
+            _try(own, [_span(1, 0, traits, row)] * count, resolved, list(kinds_of_choice()))
     if program.tables.device.type == "cuda":
         torch.cuda.synchronize(program.tables.device)
 
@@ -95,6 +101,22 @@ def _span(blocks: int, behind: int, traits: ModelTraits, row: int) -> Span:
     stop = max(blocks * block, behind)
     decided = (stop, stop + 1) if traits.logits_shift else (stop - block, stop)
     return Span(row, stop - blocks * block, stop, stop, block, *decided)
+
+
+def _try(
+    program: StepProgram, spans: Sequence[Span], resolved: ResolvedConfig, kinds: Sequence[Wants]
+) -> None:
+    try:
+        _run(program, spans, resolved, kinds)
+    except Exception as error:
+        if not is_kernel_failure(error):
+            raise
+        _LOG.warning(
+            "requests that come to a step of %d spans and %d tokens will end this engine: %s",
+            len(spans),
+            sum(span.num_tokens for span in spans),
+            in_one_line(error),
+        )
 
 
 @torch.inference_mode()

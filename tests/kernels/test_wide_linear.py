@@ -24,7 +24,7 @@ SIZES = [
     (33, 65, 1500),
     (2, 8, 4096),
 ]
-"""Rows, outputs, inputs; the last in tiles of 64 rows, the others of 32."""
+"""Rows, outputs, inputs; the fourth in tiles of 64 rows, the last three share sums."""
 
 
 def error(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:

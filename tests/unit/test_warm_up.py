@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace as Facts
 
 import pytest
@@ -40,6 +41,28 @@ def test_answers_are_the_same_behind_a_warm_up(model: str, monkeypatch: pytest.M
     assert tokens(model) == plain
     assert len(ran) > 20
     assert max(ran) == 8, "as many rows as there are"
+
+
+def test_a_kernel_that_cannot_be_built_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine serves what else there is; any other error, the control, ends it."""
+    plain, run = tokens("demo"), warmed._run
+    failure = "Triton Error [CUDA]: out of resources"
+
+    def fail(program: object, spans: list[object], *rest: object) -> None:
+        if len(spans) == 8:
+            raise RuntimeError(failure)
+        run(program, spans, *rest)
+
+    monkeypatch.setattr(warmed, "runs_triton", lambda _: True)
+    monkeypatch.setattr(warmed, "_run", fail)
+    with caplog.at_level(logging.WARNING, "tidemill.rank"):
+        assert tokens("demo") == plain
+    assert f"8 spans and 8 tokens will end this engine: RuntimeError: {failure}" in caplog.text
+    failure = "something else"
+    with pytest.raises(RuntimeError, match=failure):
+        tokens("demo")
 
 
 def test_steps_fit_any_engine() -> None:
