@@ -26,6 +26,7 @@ from engine_service.models.base import CausalModel, ModelTraits
 from engine_service.models.sharing import check_fit
 from engine_service.resolve import resolve
 from engine_service.worker.buckets import Bucket, buckets_of
+from engine_service.worker.build_kernels import build_kernels
 from engine_service.worker.checkpoint import Report, fetch_checkpoint
 from engine_service.worker.device import agree_on_kernels, give_up_together, num_beside, open_device
 from engine_service.worker.graphs import StepGraphs, capture_steps
@@ -53,7 +54,6 @@ from engine_service.worker.shortage import (
     weights_advice,
 )
 from engine_service.worker.tables import RowTables
-from engine_service.worker.warm_up import warm_up
 from engine_service.worker.weights import check_files, load_model, read_traits, resolve_dtype
 
 _LOG = logging.getLogger("tidemill.rank")
@@ -114,7 +114,7 @@ class Worker:
         self.strategies = {made.name: made for made in make_strategies(self.traits)}
         program, buckets = self._make_program(config, model)
         with self._stage("kernels", lambda: pool_advice(self.resolved)):
-            warm_up(program, self.resolved)
+            build_kernels(program, self.resolved)
         graphs = self._capture(program, buckets)
         self._runner = Runner(program, logit_chunk=self.resolved.logit_chunk, graphs=graphs)
 

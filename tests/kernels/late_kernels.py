@@ -70,7 +70,7 @@ def serve(model: str, launches: Launches, *, cold: bool) -> tuple[int, list[str]
     attention._INTERPRETED_SMS = 132
     worker.open_backend = lambda _, shape, *rest, **named: (create_backend("triton", shape), "")
     if cold:
-        worker.warm_up = lambda *rest: None
+        worker.build_kernels = lambda *rest: None
     sizes = {"max_model_len": _LONGEST, "max_rows": 128, "token_budget": 1024}
     rng = random.Random(0)
     with LLM(model, dtype="bfloat16", page_size=_PAGE, skip_tokenizer_init=True, **sizes) as llm:

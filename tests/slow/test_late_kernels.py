@@ -32,5 +32,5 @@ def test_requests_launch_nothing_that_is_not_compiled_yet() -> None:
 
 
 @pytest.mark.slow
-def test_control_without_a_warm_up_requests_wait() -> None:
+def test_control_without_them_requests_wait() -> None:
     assert {"_short_kernel", "_redraw_kernel"} <= set(launches("demo", "cold")["late"])

@@ -3,7 +3,8 @@ compiler, or for a library that makes its kernels when they are asked for.
 
 A kernel is compiled once for every way in which a step launches it: by the length of its longest
 query, by whether keys are split, by what its rows want to be chosen by. It does not know those
-ways; it tries sizes by powers of two. Everything is read from and written to the trash row.
+ways; it tries sizes by powers of two. Everything is read from and written to the trash row. (The
+one request that `core/warm_up.py` sends through a whole engine meets few of them.)
 
 A kernel that cannot be built here is told and left to the requests that need it: which kernels an
 engine does without has been decided by then.
@@ -43,7 +44,7 @@ _ROWS = (1, 2, 24)
 _FEW_TOP_K = 20
 
 
-def warm_up(program: StepProgram, resolved: ResolvedConfig) -> None:
+def build_kernels(program: StepProgram, resolved: ResolvedConfig) -> None:
     """Waits for the device. Nothing to do where no kernels are compiled."""
     if not runs_triton(program.tables.sampling.temperature):
         return

@@ -7,8 +7,8 @@ from types import SimpleNamespace as Facts
 
 import pytest
 
-from engine_service.worker import warm_up as warmed
-from engine_service.worker.warm_up import typical_steps
+from engine_service.worker import build_kernels as ahead
+from engine_service.worker.build_kernels import typical_steps
 from tidemill import LLM, SamplingParams
 
 KINDS = (
@@ -26,7 +26,7 @@ def tokens(model: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("model", ["demo", "demo-block", "demo-canvas"])
-def test_answers_are_the_same_behind_a_warm_up(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_the_same_behind_them(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, where it is not needed: torch checks every index there."""
     plain = tokens(model)
     ran: list[int] = []
@@ -35,9 +35,9 @@ def test_answers_are_the_same_behind_a_warm_up(model: str, monkeypatch: pytest.M
         ran.append(len(spans))
         run(program, spans, *rest)
 
-    run = warmed._run
-    monkeypatch.setattr(warmed, "runs_triton", lambda _: True)
-    monkeypatch.setattr(warmed, "_run", counted)
+    run = ahead._run
+    monkeypatch.setattr(ahead, "runs_triton", lambda _: True)
+    monkeypatch.setattr(ahead, "_run", counted)
     assert tokens(model) == plain
     assert len(ran) > 20
     assert max(ran) == 8, "as many rows as there are"
@@ -47,7 +47,7 @@ def test_a_kernel_that_cannot_be_built_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engine serves what else there is; any other error, the control, ends it."""
-    plain, run = tokens("demo"), warmed._run
+    plain, run = tokens("demo"), ahead._run
     failure = "Triton Error [CUDA]: out of resources"
 
     def fail(program: object, spans: list[object], *rest: object) -> None:
@@ -55,8 +55,8 @@ def test_a_kernel_that_cannot_be_built_is_told(
             raise RuntimeError(failure)
         run(program, spans, *rest)
 
-    monkeypatch.setattr(warmed, "runs_triton", lambda _: True)
-    monkeypatch.setattr(warmed, "_run", fail)
+    monkeypatch.setattr(ahead, "runs_triton", lambda _: True)
+    monkeypatch.setattr(ahead, "_run", fail)
     with caplog.at_level(logging.WARNING, "tidemill.rank"):
         assert tokens("demo") == plain
     assert f"8 spans and 8 tokens will end this engine: RuntimeError: {failure}" in caplog.text
