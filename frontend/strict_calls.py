@@ -20,7 +20,7 @@ from frontend.parsers.tools.qwen3_coder import Qwen3CoderParser
 from frontend.parsers.values import types_of
 from tidemill.runtime.errors import Unsupported
 
-SPACE = {"whitespace_pattern": r" |\r?\n[ \t]{0,24}"}
+SPACE: dict[str, Any] = {"whitespace_pattern": r" |\r?\n[ \t]{0,24}"}
 """llguidance's option for what may stand between the tokens of JSON: no answer of nothing else."""
 TRIGGER = "<tool_call>"
 _OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
@@ -97,8 +97,10 @@ def _structure(parser: type[GrammarParser] | None, function: Mapping[str, Any]) 
 
 
 def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments are an object, also where a schema leaves that open. Raises Unsupported for an
-    input that JSON cannot hold to its grammar."""
+    """Arguments are an object, also where a schema leaves that open. What the library cannot hold
+    them to (`not`, `uniqueItems`, a format nobody knows) is an error where the function is strict,
+    and as good as absent where it is not. Raises Unsupported for an input that JSON cannot hold to
+    its grammar."""
     written = function.get("input_format")
     if written is not None and written.syntax == "lark":
         raise Unsupported(
@@ -106,7 +108,8 @@ def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
             "not held to; name the tool in tool_choice, or give the grammar as a regex",
             param="tools",
         )
-    return {"x-guidance": SPACE, "type": "object", **(function.get("parameters") or {})}
+    options = SPACE if function.get("strict") else {**SPACE, "lenient": True}
+    return {"x-guidance": options, "type": "object", **(function.get("parameters") or {})}
 
 
 def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,14 @@ from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.sentencepiece import MODEL_FILE, tokenizer_json
 
 try:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer, StructTag, grammar_from
+    from llguidance import (
+        LLExecutor,
+        LLMatcher,
+        LLParserLimits,
+        LLTokenizer,
+        StructTag,
+        grammar_from,
+    )
 
     _IS_INSTALLED = True
 except ModuleNotFoundError:
@@ -28,8 +35,14 @@ except ModuleNotFoundError:
 
 MAX_TEXT = 1 << 20
 """Characters of a grammar."""
-_MAX_KEPT = 128
-"""Compiled grammars that are kept, the last ones used."""
+_FUEL = 20_000
+"""Steps that the library's lexer may take ahead of the first token, beside one a character. It
+keeps what they find, up to 250 bytes a step: with its own limit a regular expression of 22
+characters, `((b{1000}){1000}){800}`, holds 237 MB."""
+_MAX_FUEL = 1_000_000
+"""The library's own limit: what does not compile with less may take that."""
+_MAX_KEPT = 128 * _FUEL
+"""Steps of all compiled grammars that are kept, the last ones used: some 600 MB at worst."""
 _SILENT = 0
 _COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
 _SPACE: Any = {"whitespace_pattern": r" |\r?\n[ \t]{0,24}"}
@@ -61,6 +74,13 @@ class LlMatcher:
         self.matcher.consume_token(token_id)
 
 
+class _Compiled(NamedTuple):
+    """A grammar at its start, and the most steps that its lexer took so far."""
+
+    matcher: LLMatcher
+    fuel: int
+
+
 class LlGrammars:
     """core.constraint.Grammars."""
 
@@ -77,7 +97,7 @@ class LlGrammars:
             self._tokenizer = _read_tokenizer(folder, vocab_size, list(eos_token_ids))
         except Exception as failure:  # the library raises what its parser raises
             self._absent = _first_line(failure)
-        self._kept: OrderedDict[ConstraintSpec, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[ConstraintSpec, _Compiled] = OrderedDict()
         self._keeping = threading.Lock()
         self._executor = LLExecutor() if _IS_INSTALLED else None
 
@@ -110,14 +130,14 @@ class LlGrammars:
         with self._keeping:
             if spec in self._kept:
                 self._kept.move_to_end(spec)
-                return self._kept[spec]
+                return self._kept[spec].matcher
         if self._absent:
             param = f"constraint.{spec.kind}"
             raise Unsupported(f"{param}: grammars are not served here; {self._absent}", param=param)
         grammar = _grammar(spec, self._tokenizer)
         if spec.reasoning is not None:
             grammar = _behind(spec.reasoning, grammar, self._tokenizer)
-        made = LLMatcher(self._tokenizer, grammar, log_level=_SILENT)
+        made, fuel = _compiled(self._tokenizer, grammar)
         if made.is_error() and spec.reasoning is not None and spec.reasoning.lark:
             self._matcher(spec._replace(reasoning=None))  # which raises if the fault is its own
             raise _wrong(spec, made.get_error(), param="reasoning.lark")
@@ -126,8 +146,8 @@ class LlGrammars:
         if why := _dead_end(made):
             raise _wrong(spec, why)
         with self._keeping:
-            self._kept[spec] = made
-            while len(self._kept) > _MAX_KEPT:
+            self._kept[spec] = _Compiled(made, fuel)
+            while sum(one.fuel for one in self._kept.values()) > _MAX_KEPT:
                 self._kept.popitem(last=False)
         return made
 
@@ -144,6 +164,16 @@ def _read_tokenizer(folder: str, vocab_size: int, eos_token_ids: list[int]) -> L
     else:
         raise Unsupported("there is no tokenizer.json: start the engine with --tokenizer FOLDER")
     return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids or None)
+
+
+def _compiled(tokenizer: LLTokenizer, grammar: str) -> _Compiled:
+    """With as few steps ahead as it takes; it may hold an error."""
+    for fuel in (min(_FUEL + len(grammar), _MAX_FUEL), _MAX_FUEL):
+        limits = LLParserLimits(initial_lexer_fuel=fuel)
+        made = LLMatcher(tokenizer, grammar, log_level=_SILENT, limits=limits)
+        if not made.is_error():
+            break
+    return _Compiled(made, fuel)
 
 
 def _grammar(spec: ConstraintSpec, tokenizer: LLTokenizer) -> str:
@@ -173,7 +203,16 @@ def _of_schema(text: str) -> str:
 
 
 def _of_choices(text: str) -> str:
-    return grammar_from("choice", text)
+    """One terminal: as alternatives of a rule, the library's way, 2,000 are too many."""
+    given = json.loads(text)
+    if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
+        raise ValueError("it must be a JSON list of strings")
+    spelled = [json.dumps(one) for one in given if one]
+    starts = ["TEXT"] * bool(spelled) + ['""'] * ("" in given)
+    if not starts:
+        raise ValueError("it is empty")
+    terminal = f"TEXT: {' | '.join(spelled)}" if spelled else ""
+    return str(grammar_from("lark", f"start: {' | '.join(starts)}\n{terminal}"))
 
 
 def _of_tags(text: str, tokenizer: LLTokenizer) -> str:

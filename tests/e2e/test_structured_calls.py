@@ -20,7 +20,7 @@ from frontend.parsers.tools.hermes import HermesParser
 from frontend.parsers.tools.pythonic import PythonicParser
 from frontend.request import Chat
 from tidemill.llm import LLM
-from tidemill.runtime.errors import Unsupported
+from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.sampling_params import SamplingParams, StructuredOutputsParams
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer", "maximum": 9, "minimum": 0}}}
@@ -131,3 +131,37 @@ def test_strict_tools_of_other_formats_are_refused_by_name() -> None:
             call_constraint(chat, form)
         assert caught.value.param == "tools[0]"
     assert call_constraint(Chat(messages=[], tools=tools()), OutputFormat()) is None
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_words_that_no_grammar_holds_count_in_strict_tools_alone(is_named: bool) -> None:
+    """Formats nobody knows, `not`, `uniqueItems`: schemas for validators are full of them."""
+    llm = LLM("demo", max_model_len=512)
+    odd = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 5, "format": "first-name"},
+            "tags": {"type": "array", "items": {"enum": [1]}, "maxItems": 1, "uniqueItems": True},
+        },
+        "not": {"required": ["nobody"]},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
+    called = {"called": "greet"} if is_named else {}
+
+    def chat(*, strict: bool) -> Chat:
+        function = {"name": "greet", "parameters": odd, "strict": strict}
+        return Chat(
+            messages=[],
+            tools=({"type": "function", "function": function},),
+            must_call=True,
+            parallel_tool_calls=False,
+            **called,
+        )
+
+    for text in written(llm, chat(strict=False), 8):
+        calls = [{"parameters": json.loads(text)}] if is_named else json.loads(text)
+        for call in calls:
+            jsonschema.validate(call["parameters"], odd)
+    with pytest.raises(InvalidRequest, match=r"uniqueItems|first-name|not"):
+        written(llm, chat(strict=True), 1)
