@@ -42,36 +42,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = triton is not None
 
 
-def _index_scalars(patch: Callable[..., None]) -> Callable[..., None]:
-    """The interpreter's scalars are arrays of one element, which NumPy 2.4 and up no longer takes
-    as loop bounds."""
-
-    def patch_tensor(tensor: type, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.item())
-
-    return patch_tensor
-
-
-def _widen_bfloat16(dot: Callable[..., Any]) -> Callable[..., Any]:
-    """The interpreter keeps bfloat16 as integers and would multiply those."""
-
-    def create_dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
-        a, b = (
-            builder.create_fp_ext(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b)
-        )
-        return dot(builder, a, b, *rest)
-
-    return create_dot
-
-
 if INTERPRETED and HAS_TRITON:
-    from triton.runtime import interpreter
+    from engine_service.kernels import interpreter
 
-    interpreter._patch_lang_tensor = _index_scalars(interpreter._patch_lang_tensor)
-    interpreter.InterpreterBuilder.create_dot = _widen_bfloat16(
-        interpreter.InterpreterBuilder.create_dot
-    )
+    interpreter.mend()
 
 
 class _Missing:
