@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -36,3 +37,29 @@ def test_steps_of_whole_blocks_are_found(shape: str, blocks: list[int], tmp_path
     assert {int(block) for block in found} == set(blocks)
     assert all(ms > 0 for row in found.values() for ms in row.values())
     assert [len(times) for times in timed] == [block_forwards._STEPS] * 2 * len(blocks)
+
+
+def test_a_call_is_told_by_the_step_it_waits_for() -> None:
+    """Steps overlap: each call launches one and waits for the one before."""
+    executor = SimpleNamespace(launch=lambda plan: plan, collect=lambda handle: handle)
+    llm: Any = SimpleNamespace(engine=SimpleNamespace(executor=executor))
+    plans = [
+        SimpleNamespace(num_spans=2 + steady, own_spans=[SimpleNamespace(num_tokens=size)] * 2)
+        for size, steady in ((4, 0), (8, 3), (4, 0))
+    ]
+    told, early = [], executor.launch(SimpleNamespace())
+    with block_forwards.watched_sizes(llm) as collected:
+        for ahead, plan in zip([early, *plans], [*plans, None], strict=True):
+            collected.clear()
+            if plan is not None:
+                executor.launch(plan)
+            executor.collect(ahead)
+            told.append(list(collected))
+    assert told == [[0], [8], [19], [8]]
+
+
+def test_a_late_step_and_the_short_one_behind_it_count_as_two() -> None:
+    times = [23.6, 15.9, 19.3] * 8
+    assert block_forwards.middle_mean(times) == pytest.approx(19.6, abs=0.3)
+    assert block_forwards.middle_mean([*times, 204.3]) == pytest.approx(19.6, abs=0.3)
+    assert block_forwards.middle_mean([23.6, 15.9] * 8) == pytest.approx(19.75)
