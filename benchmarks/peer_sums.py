@@ -1,11 +1,12 @@
 """What a sum over the ranks of one host costs, with the norm behind it: NCCL's all-reduce and a
-kernel, a sum over peer memory and a kernel, and both in one launch.
+kernel, a sum over peer memory and a kernel, both in one launch, and both in one launch where each
+rank adds a share of the rows.
 
     python -m benchmarks.peer_sums [--gpus 2] [--width 4096] [--rows 1,16,128,256,2048,8192]
     python -m benchmarks.peer_sums --inputs 2048,6144 --rows 4096,8192
 
 Microseconds of rank 0 where they stand, in a captured graph of many, medians over rounds in which
-all take turns. Bytes are what a rank reads from another, against the time of one launch.
+all take turns. Bytes are those of a part, against the time of the last column.
 
 With `--inputs`: the product of so many inputs in front of it too, alone, as a whole with the sum
 behind it, and in chunks that are copied beside it. Not captured: as prompts run.
@@ -25,6 +26,8 @@ import torch.multiprocessing as processes
 
 from engine_service.distributed import Group, Place, meet, open_store
 from engine_service.kernels.norm import add_rms_norm, rms_norm
+from engine_service.kernels.peer_sum import add_parts_triton
+from engine_service.kernels.split_sum import add_parts_split_triton
 from engine_service.peers import NUM_SITES, PeerSums
 from engine_service.pushes import MakeRows
 
@@ -46,10 +49,13 @@ def list_sums(group: Group, peers: PeerSums) -> Mapping[str, Sum]:
         peers.add(site, residual)
         return rms_norm(residual, weight, _EPS)
 
-    def fused(site: int, residual: torch.Tensor, weight: torch.Tensor) -> object:
-        return peers.add(site, residual, (weight, _EPS))
+    def whole(site: int, residual: torch.Tensor, weight: torch.Tensor) -> object:
+        return add_parts_triton(residual, peers.sites[site], group.rank, (weight, _EPS))
 
-    return {"NCCL, norm": library, "peers, norm": apart, "fused": fused}
+    def split(site: int, residual: torch.Tensor, weight: torch.Tensor) -> object:
+        return add_parts_split_triton(residual, peers.sites[site], group.rank, (weight, _EPS))
+
+    return {"NCCL, norm": library, "peers, norm": apart, "fused": whole, "split": split}
 
 
 def capture(one: Sum, residual: torch.Tensor, weight: torch.Tensor) -> torch.cuda.CUDAGraph:
@@ -125,7 +131,7 @@ def measure(rank: int, said: argparse.Namespace, place: tuple[str, int]) -> None
             measure_products(rank, group.peers, num_inputs, weight, said.rows)
         said.rows = []
     elif not rank:
-        print("  rows" + "".join(f"{name:>14s}" for name in sums) + "   MB from a peer   GB/s")
+        print("  rows" + "".join(f"{name:>14s}" for name in sums) + "     MB of a part   GB/s")
     for num_rows in said.rows:
         residual = torch.randn(num_rows, said.width, dtype=torch.bfloat16, device=device)
         if not group.peers.fit(residual):

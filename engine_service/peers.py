@@ -13,14 +13,16 @@ import torch.distributed._symmetric_memory as symmetric
 
 from engine_service.kernels.jit import runs_triton
 from engine_service.kernels.peer_sum import MAX_BLOCKS, Parts, add_parts_triton, release
+from engine_service.kernels.split_sum import add_parts_split_triton
 from engine_service.pushes import LEAST_ROWS, MakeRows, Pushes
 
 NUM_SITES = 2
 """Places that parts are written to in turn: a place is free again when the next sum has begun."""
-_MOST_BYTES = {2: 128 << 20}
-"""Of a part, by ranks: two read no more from each other so than in a ring."""
-_FEW_BYTES = 1 << 20
-"""With more ranks: above, each would read more than the parts of a ring."""
+_MOST_BYTES = 128 << 20
+"""Of a part."""
+_FEW_BYTES = 512 << 10
+"""Of a part that three ranks or more read whole; of a larger one each adds a share of the rows. Two
+would read and write no less so."""
 _OPEN: WeakSet[PeerSums] = WeakSet()
 
 
@@ -48,9 +50,9 @@ class PeerSums:
         """Parts of up to `rows` x `width`. Blocks until all ranks of the group (None: all that
         there are) are here; raises RuntimeError where their devices cannot read each other.
         Nobody may add before all of them have one."""
-        most = _MOST_BYTES.get(size, _FEW_BYTES)
-        self._rows = min(rows, most // (width * dtype.itemsize))
-        self._width, self._dtype, self._rank = width, dtype, rank
+        self._rows = min(rows, _MOST_BYTES // (width * dtype.itemsize))
+        self._width, self._dtype = width, dtype
+        self._rank, self._size = rank, size
         sharers = group or dist.group.WORLD
         assert sharers is not None, "no ranks to share memory with"
 
@@ -63,9 +65,11 @@ class PeerSums:
         self._keep: list[object] = []
         parts = share((NUM_SITES, self._rows, width), dtype)
         signals = share((size, MAX_BLOCKS), torch.int32)
+        lines = torch.tensor([line.data_ptr() for line in signals], device=device)
         count = torch.zeros(MAX_BLOCKS, dtype=torch.int32, device=device)
-        self._sites = [
-            Parts(tuple(part[site] for part in parts), signals, count) for site in range(NUM_SITES)
+        self.sites = [
+            Parts(tuple(part[site] for part in parts), signals, lines, count)
+            for site in range(NUM_SITES)
         ]
         self._pushes = None
         if size == 2 and self._rows >= LEAST_ROWS:
@@ -94,7 +98,7 @@ class PeerSums:
         """residual := residual + the sum of what `make` gives on all ranks; returns its RMSNorm
         (weight, eps), if one is given. `by_rows`: it can also make some rows after others."""
         num_rows = len(residual)
-        part = self._sites[site].parts[self._rank][:num_rows]
+        part = self.sites[site].parts[self._rank][:num_rows]
         # Steps that are captured are small; and copies are counted on the host.
         captured = torch.cuda.is_current_stream_capturing()
         if self._pushes is None or not by_rows or num_rows < LEAST_ROWS or captured:
@@ -107,11 +111,13 @@ class PeerSums:
     ) -> torch.Tensor | None:
         """residual := residual + the sum of all ranks' parts; returns its RMSNorm (weight, eps), if
         one is given."""
-        return add_parts_triton(residual, self._sites[site], self._rank, norm)
+        shared, size = self.sites[site], residual.numel() * residual.itemsize
+        add = add_parts_split_triton if self._size > 2 and size > _FEW_BYTES else add_parts_triton
+        return add(residual, shared, self._rank, norm)
 
     def release(self) -> None:
         """See `release_all`."""
         with torch.cuda.stream(self._aside):
-            release(self._sites[0], self._rank)  # all sites have the same signals
+            release(self.sites[0], self._rank)  # all sites have the same signals
             if self._pushes is not None:
                 self._pushes.release()

@@ -17,8 +17,11 @@ import torch
 from engine_service.kernels.jit import jit, overlaps_launches, tl, triton
 from engine_service.kernels.norm import normed_row, rms_norm_ref
 
-MAX_BLOCKS = 128
-"""Programs of a launch: all must run at once, or one could wait for a peer's that cannot start."""
+MAX_BLOCKS = 256
+"""Programs that can tell each other: all of a launch must run at once, or one could wait for a
+peer's that cannot start."""
+_PROGRAMS = 128
+"""Of a launch here."""
 _FAR = 1 << 30
 """Launches ahead, by which nobody waits any more."""
 
@@ -30,6 +33,8 @@ class Parts(NamedTuple):
     """R times [T, E], contiguous: what each rank adds."""
     signals: tuple[torch.Tensor, ...]
     """R times [R, MAX_BLOCKS] int32, zero at first: line p of a rank's is what rank p has told."""
+    lines: torch.Tensor
+    """[R] int64 of this rank: where each one's signals begin."""
     turns: torch.Tensor
     """[MAX_BLOCKS] int32 of this rank, zero at first: launches so far."""
 
@@ -59,8 +64,8 @@ def add_row(
     eps: tl.tensor,
     NUM_PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
-) -> None:
-    """`add_parts_ref` of one row; `weight` of the norm, or None."""
+) -> tl.tensor:
+    """`add_parts_ref` of one row, which it returns; `weight` of the norm, or None."""
     place, inside = row * WIDTH + column, column < WIDTH
     total = tl.load(parts[0] + place, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, NUM_PARTS):
@@ -70,6 +75,34 @@ def add_row(
     tl.store(residual_ptr + place, x, mask=inside)
     if weight is not None:
         tl.store(normed_ptr + place, normed_row(x, weight, eps, WIDTH), mask=inside)
+    return x
+
+
+@jit
+def lines_of(lines_ptr: tl.tensor, peer: tl.tensor, there: tl.tensor) -> tl.tensor:
+    """Where these ranks' signals begin: side by side, because one after the other, tells and waits
+    would take a trip over the link each."""
+    lines = tl.load(lines_ptr + peer, mask=there, other=0)
+    return lines.to(tl.pointer_type(tl.int32))
+
+
+@jit
+def tell(lines: tl.tensor, there: tl.tensor, place: tl.tensor, turn: tl.tensor) -> None:
+    """What this block wrote before can be read by whoever has waited for it."""
+    tl.debug_barrier()
+    tl.atomic_xchg(lines + place, turn, mask=there, sem="release", scope="sys")
+
+
+@jit
+def wait(told: tl.tensor, there: tl.tensor, turn: tl.tensor) -> None:
+    """Returns when all have told this turn."""
+    # By difference: counts begin anew below zero after some days of steps. What goes around is no
+    # tensor: Triton 3.6 does not compile such loops.
+    last = turn - 1
+    while last - turn < 0:
+        behind = tl.atomic_add(told, 0, mask=there, sem="acquire", scope="sys") - turn
+        last = turn + tl.min(tl.where(there, behind, 0))
+    tl.debug_barrier()
 
 
 def row_warps(block: int) -> int:
@@ -81,7 +114,8 @@ def row_warps(block: int) -> int:
 def _add_parts_kernel(
     residual_ptr: tl.tensor,
     parts: tl.tensor,
-    signals: tl.tensor,
+    signals_ptr: tl.tensor,
+    lines_ptr: tl.tensor,
     count_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     normed_ptr: tl.tensor,
@@ -90,6 +124,7 @@ def _add_parts_kernel(
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
+    LANES: tl.constexpr,
     MAX: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -99,6 +134,9 @@ def _add_parts_kernel(
     weight = None
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0)
+    peer = tl.arange(0, LANES)
+    there = (peer < NUM_RANKS) & (peer != RANK)
+    lines = lines_of(lines_ptr, peer, there)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -106,16 +144,8 @@ def _add_parts_kernel(
     turn = tl.load(count_ptr + block) + 1
     tl.debug_barrier()
     tl.store(count_ptr + block, turn)
-    for peer in tl.static_range(NUM_RANKS):
-        if peer != RANK:
-            tl.atomic_xchg(signals[peer] + RANK * MAX + block, turn, sem="release", scope="sys")
-    for peer in tl.static_range(NUM_RANKS):
-        if peer != RANK:
-            told_ptr = signals[RANK] + peer * MAX + block
-            # By difference: counts begin anew below zero after some days of steps.
-            while tl.atomic_add(told_ptr, 0, sem="acquire", scope="sys") - turn < 0:
-                pass
-    tl.debug_barrier()
+    tell(lines, there, RANK * MAX + block, turn)
+    wait(signals_ptr + peer * MAX + block, there, turn)
     for row in range(block, num_rows, tl.num_programs(0)):
         add_row(residual_ptr, parts, normed_ptr, row, column, weight, eps, NUM_RANKS, WIDTH)
 
@@ -145,10 +175,11 @@ def add_parts_triton(
     weight, eps = norm or (None, 0.0)
     normed_TE = None if weight is None else torch.empty_like(residual_TE)
     overlap = overlaps_launches(residual_TE.device)
-    _add_parts_kernel[(min(MAX_BLOCKS, num_rows),)](
+    _add_parts_kernel[(min(_PROGRAMS, num_rows),)](
         residual_TE,
         shared.parts,
-        shared.signals,
+        shared.signals[rank],
+        shared.lines,
         shared.turns,
         weight,
         normed_TE,
@@ -157,6 +188,7 @@ def add_parts_triton(
         WIDTH=width,
         RANK=rank,
         NUM_RANKS=len(shared.parts),
+        LANES=triton.next_power_of_2(len(shared.parts)),
         MAX=MAX_BLOCKS,
         BLOCK=block,
         PDL=overlap,

@@ -32,6 +32,7 @@ pytestmark = [
 FLAGS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "memory_fraction": 0.3}
 SMALL = FLAGS | {"num_pages": 64}
 """Of many engines in one process."""
+FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
 SPARE = 64 << 20
 """Bytes of a device that others, or its driver, may take or give back meanwhile."""
 
@@ -44,6 +45,17 @@ def test_two_shares_answer_as_one(model: str, enforce_eager: bool) -> None:
     alone = answers(model, 1, **flags)
     assert answers(model, 2, **flags) == alone
     assert alone["preemptions"] > 0
+
+
+@FOUR
+@pytest.mark.parametrize("model", ["demo", "demo-block"])
+def test_four_shares_answer_as_one(model: str) -> None:
+    assert answers(model, 4, **FLAGS) == answers(model, 1, **FLAGS)
+
+
+@FOUR
+def test_four_ranks_of_two_stages_answer_as_one() -> None:
+    assert not differing(answers("demo", 1, **FLAGS), answers("demo", 4, 2, **FLAGS))
 
 
 @pytest.mark.parametrize("model", ["demo", "demo-block"])
@@ -123,6 +135,18 @@ def test_what_another_stage_decided_is_written_without_waiting() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert tokens.view(-1).nonzero().flatten().tolist() == [1, 23]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_parts_of_all_sizes_are_added_and_waited_for(num_ranks: int) -> None:
+    """Bit for bit as the reference; control: ranks that do not wait add what is not there, however
+    it comes to them."""
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} CUDA devices")
+    command = [sys.executable, "-m", "tests.gpu.peer_sums", str(num_ranks)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240.0, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["0", "3"]
 
 
 def test_parts_of_many_rows_are_pushed_and_waited_for() -> None:

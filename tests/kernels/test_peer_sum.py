@@ -30,7 +30,8 @@ def shared(parts: list[torch.Tensor], rank: int, told: int = LATER) -> Parts:
         torch.full((size, MAX_BLOCKS), told, dtype=torch.int32, device=device) for _ in parts
     ]
     turns = torch.zeros(MAX_BLOCKS, dtype=torch.int32, device=device)
-    return Parts(tuple(part.to(device) for part in parts), tuple(signals), turns)
+    lines = torch.tensor([line.data_ptr() for line in signals], device=device)
+    return Parts(tuple(part.to(device) for part in parts), tuple(signals), lines, turns)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -1,0 +1,149 @@
+"""Adds what several devices have computed to the residual stream, and makes the norm that is read
+of it; each device adds a share of the rows and writes it to the others.
+
+`peer_sum` reads every part whole: R - 1 times the bytes of one, where this reads and writes
+2 (R - 1) / R times as many, with a second signal in between (the two-shot all-reduce of
+TensorRT-LLM and vLLM, over peer pointers; no multicast). So it pays with three ranks or more, where
+bytes count for more than a signal does. It does not know models, nor how memory comes to be shared.
+Shape legend: T rows, E hidden size, R ranks.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import torch
+
+from engine_service.kernels.jit import jit, overlaps_launches, tl, triton
+from engine_service.kernels.norm import normed_row
+from engine_service.kernels.peer_sum import (
+    MAX_BLOCKS,
+    Parts,
+    add_row,
+    lines_of,
+    row_warps,
+    tell,
+    wait,
+)
+
+_REGISTERS = 64
+"""Of a thread at most where a multiprocessor must hold two programs at once; they are faster with
+as many as they like."""
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return MAX_BLOCKS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@partial(jit, do_not_specialize=["num_rows", "share", "programs"])
+def _split_sum_kernel(
+    residual_ptr: tl.tensor,
+    parts: tl.tensor,
+    signals_ptr: tl.tensor,
+    lines_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    normed_ptr: tl.tensor,
+    eps: tl.tensor,
+    num_rows: tl.tensor,
+    share: tl.tensor,
+    programs: tl.tensor,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    MAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    # `programs` for the share of each rank. The same program has the same rows on all ranks: on
+    # one it adds them, on the others it waits for them.
+    block = tl.program_id(0)
+    owner = block // programs
+    first, last = owner * share + block % programs, min(owner * share + share, num_rows)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    weight = None
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    # The owner tells and awaits all others; they do so with the owner alone.
+    peer = tl.arange(0, LANES)
+    there = (peer < NUM_RANKS) & (peer != RANK) & ((owner == RANK) | (peer == owner))
+    lines = lines_of(lines_ptr, peer, there)
+    told = signals_ptr + peer * MAX + block
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    turn = tl.load(count_ptr + block) + 1
+    tl.debug_barrier()
+    tl.store(count_ptr + block, turn)
+    if owner == RANK:
+        wait(told, there, turn)
+        # Nobody else reads these rows, on any rank: their sum may take the place of the parts.
+        for row in range(first, last, programs):
+            x = add_row(residual_ptr, parts, normed_ptr, row, column, weight, eps, NUM_RANKS, WIDTH)
+            for other in tl.static_range(NUM_RANKS):
+                if other != RANK:
+                    tl.store(parts[other] + row * WIDTH + column, x, mask=inside)
+        tell(lines, there, RANK * MAX + block, turn)
+    else:
+        tell(lines, there, RANK * MAX + block, turn)
+        wait(told, there, turn)
+        for row in range(first, last, programs):
+            place = row * WIDTH + column
+            x = tl.load(parts[RANK] + place, mask=inside, other=0.0)
+            tl.store(residual_ptr + place, x, mask=inside)
+            if weight is not None:
+                tl.store(normed_ptr + place, normed_row(x, weight, eps, WIDTH), mask=inside)
+
+
+def add_parts_split_triton(
+    residual_TE: torch.Tensor,
+    shared: Parts,
+    rank: int,
+    norm: tuple[torch.Tensor, float] | None = None,
+) -> torch.Tensor | None:
+    """`peer_sum.add_parts_ref` where all ranks launch it with parts of the same shape and equal
+    residuals; bit for bit as `peer_sum.add_parts_triton`, with which it shares what is counted.
+
+    Parts are overwritten; one may be written again once any later sum of other parts has been
+    launched behind this one. The norm's weight must have been there before the kernels ahead were
+    launched: it is read early.
+    """
+    assert residual_TE.is_contiguous()
+    num_rows, width = residual_TE.shape
+    num_ranks = len(shared.parts)
+    share = -(-num_rows // num_ranks)
+    sms = _num_sms(residual_TE.device)
+    programs = min(share, min(MAX_BLOCKS, 2 * sms) // num_ranks)
+    block = triton.next_power_of_2(width)
+    weight, eps = norm or (None, 0.0)
+    normed_TE = None if weight is None else torch.empty_like(residual_TE)
+    overlap = overlaps_launches(residual_TE.device)
+    _split_sum_kernel[(num_ranks * programs,)](
+        residual_TE,
+        shared.parts,
+        shared.signals[rank],
+        shared.lines,
+        shared.turns,
+        weight,
+        normed_TE,
+        eps,
+        num_rows,
+        share,
+        programs,
+        WIDTH=width,
+        RANK=rank,
+        NUM_RANKS=num_ranks,
+        LANES=triton.next_power_of_2(num_ranks),
+        MAX=MAX_BLOCKS,
+        BLOCK=block,
+        PDL=overlap,
+        num_warps=row_warps(block),
+        maxnreg=_REGISTERS if num_ranks * programs > sms else None,
+        launch_pdl=overlap,
+    )
+    return normed_TE

@@ -1,0 +1,100 @@
+"""Several ranks sum parts of all sizes: read whole, added in shares, and copied in chunks.
+
+    python -m tests.gpu.peer_sums RANKS
+
+Prints a line: how many sums were wrong, and how many of those where the ranks did not wait.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+
+from engine_service.distributed import Group, Place, meet, open_store
+from engine_service.kernels.peer_sum import add_parts_ref
+from engine_service.peers import NUM_SITES, PeerSums
+from engine_service.pushes import LEAST_ROWS
+
+WIDTH, MOST, TURNS = 1280, 8192, 90
+EPS = 1e-6
+
+
+def sum_of(
+    peers: PeerSums, site: int, residual: torch.Tensor, part: torch.Tensor, by_rows: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(residual + all parts, the norm of it)."""
+
+    def make(rows: slice, room: torch.Tensor | None) -> torch.Tensor:
+        assert room is not None
+        return room.copy_(part[rows])
+
+    weight = torch.linspace(0.5, 2.0, WIDTH, dtype=part.dtype, device=part.device)
+    normed = peers.add_sum(site, residual, make, (weight, EPS), by_rows=by_rows)
+    assert normed is not None
+    return residual, normed
+
+
+def count_wrong(group: Group, device: torch.device, turns: int) -> int:
+    """Of sums of many and of few rows in turn, with one rank late."""
+    assert group.peers is not None
+    draw, wrong = random.Random(5), 0
+    for turn in range(turns):
+        rows = draw.choice([1, 3, 64, 129, 1023, LEAST_ROWS, 4609, MOST, draw.randint(1, MOST)])
+        torch.manual_seed(turn)
+        residual, *parts = (
+            torch.randn(rows, WIDTH, device=device).to(torch.bfloat16)
+            for _ in range(group.size + 1)
+        )
+        if group.rank == turn % group.size:
+            torch.cuda._sleep(3_000_000)
+        site = turn % NUM_SITES
+        given = residual.clone(), parts[group.rank], turn % 4 > 0
+        total, normed = sum_of(group.peers, site, *given)
+        weight = torch.linspace(0.5, 2.0, WIDTH, dtype=torch.bfloat16, device=device)
+        want = add_parts_ref(residual, tuple(parts), (weight, EPS))
+        assert want is not None
+        wrong += not torch.equal(total, residual)
+        # Programs add squares in another order than the reference.
+        wrong += not torch.allclose(normed, want, rtol=2**-6, atol=0.0)
+        if turn % 3 == 0:
+            dist.barrier(group=group._devices)
+    return wrong
+
+
+@torch.inference_mode()
+def run(rank: int, num_ranks: int, place: tuple[str, int]) -> None:
+    """One rank; rank 0 prints."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    group = meet(Place(rank, num_ranks, place), device)
+    group = group.with_peers(MOST, WIDTH, torch.bfloat16, device)
+    wrong = group.all_of(count_wrong(group, device, TURNS))
+    assert group.peers is not None
+    group.peers.release()
+    group.await_all(60.0)
+    unwaited = [0, 0, 0]
+    for index, rows in enumerate((64, LEAST_ROWS - 1, MOST)):
+        parts = torch.full((rows, WIDTH), rank + 1.0, dtype=torch.bfloat16, device=device)
+        if rank:
+            torch.cuda._sleep(300_000_000)
+        total, _ = sum_of(group.peers, index % NUM_SITES, torch.zeros_like(parts), parts, True)
+        unwaited[index] = int((total != num_ranks * (num_ranks + 1) / 2).any())
+        group.await_all(60.0)
+    told = [max(of) for of in zip(*group.all_of(unwaited), strict=True)]
+    if not rank:
+        print(sum(wrong), sum(told), flush=True)
+    group.await_all(60.0)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    size = int(sys.argv[1])
+    _store, port = open_store(socket.create_server(("127.0.0.1", 0)))
+    processes.spawn(run, args=(size, ("127.0.0.1", port)), nprocs=size)
