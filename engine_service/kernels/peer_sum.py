@@ -79,6 +79,15 @@ def add_row(
 
 
 @jit
+def next_turn(count_ptr: tl.tensor) -> tl.tensor:
+    """Launches are counted on the device: a captured graph tells another number at every replay."""
+    turn = tl.load(count_ptr) + 1
+    tl.debug_barrier()
+    tl.store(count_ptr, turn)
+    return turn
+
+
+@jit
 def lines_of(lines_ptr: tl.tensor, peer: tl.tensor, there: tl.tensor) -> tl.tensor:
     """Where these ranks' signals begin: side by side, because one after the other, tells and waits
     would take a trip over the link each."""
@@ -140,10 +149,7 @@ def _add_parts_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # Launches are counted on the device: a captured graph tells another number at every replay.
-    turn = tl.load(count_ptr + block) + 1
-    tl.debug_barrier()
-    tl.store(count_ptr + block, turn)
+    turn = next_turn(count_ptr + block)
     tell(lines, there, RANK * MAX + block, turn)
     wait(signals_ptr + peer * MAX + block, there, turn)
     for row in range(block, num_rows, tl.num_programs(0)):

@@ -21,6 +21,7 @@ from engine_service.kernels.peer_sum import (
     Parts,
     add_row,
     lines_of,
+    next_turn,
     row_warps,
     tell,
     wait,
@@ -36,6 +37,41 @@ def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return MAX_BLOCKS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@jit
+def _give_row(
+    x: tl.tensor,
+    parts: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Every other rank's part := the sum."""
+    for other in tl.static_range(NUM_RANKS):
+        if other != RANK:
+            tl.store(parts[other] + row * WIDTH + column, x, mask=column < WIDTH)
+
+
+@jit
+def _take_row(
+    residual_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    normed_ptr: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> None:
+    """residual := the sum that its owner has written; `weight` of the norm, or None."""
+    place, inside = row * WIDTH + column, column < WIDTH
+    x = tl.load(sums_ptr + place, mask=inside, other=0.0)
+    tl.store(residual_ptr + place, x, mask=inside)
+    if weight is not None:
+        tl.store(normed_ptr + place, normed_row(x, weight, eps, WIDTH), mask=inside)
 
 
 @partial(jit, do_not_specialize=["num_rows", "share", "programs"])
@@ -65,10 +101,9 @@ def _split_sum_kernel(
     owner = block // programs
     first, last = owner * share + block % programs, min(owner * share + share, num_rows)
     column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
     weight = None
     if weight_ptr is not None:
-        weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+        weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0)
     # The owner tells and awaits all others; they do so with the owner alone.
     peer = tl.arange(0, LANES)
     there = (peer < NUM_RANKS) & (peer != RANK) & ((owner == RANK) | (peer == owner))
@@ -77,27 +112,19 @@ def _split_sum_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    turn = tl.load(count_ptr + block) + 1
-    tl.debug_barrier()
-    tl.store(count_ptr + block, turn)
+    turn = next_turn(count_ptr + block)
     if owner == RANK:
         wait(told, there, turn)
         # Nobody else reads these rows, on any rank: their sum may take the place of the parts.
         for row in range(first, last, programs):
             x = add_row(residual_ptr, parts, normed_ptr, row, column, weight, eps, NUM_RANKS, WIDTH)
-            for other in tl.static_range(NUM_RANKS):
-                if other != RANK:
-                    tl.store(parts[other] + row * WIDTH + column, x, mask=inside)
+            _give_row(x, parts, row, column, RANK, NUM_RANKS, WIDTH)
         tell(lines, there, RANK * MAX + block, turn)
     else:
         tell(lines, there, RANK * MAX + block, turn)
         wait(told, there, turn)
         for row in range(first, last, programs):
-            place = row * WIDTH + column
-            x = tl.load(parts[RANK] + place, mask=inside, other=0.0)
-            tl.store(residual_ptr + place, x, mask=inside)
-            if weight is not None:
-                tl.store(normed_ptr + place, normed_row(x, weight, eps, WIDTH), mask=inside)
+            _take_row(residual_ptr, parts[RANK], normed_ptr, row, column, weight, eps, WIDTH)
 
 
 def add_parts_split_triton(
