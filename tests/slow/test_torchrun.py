@@ -45,7 +45,8 @@ def started(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
             process.wait()
 
 
-def ready_stub(port: int) -> engine_pb2_grpc.EngineServiceStub:
+def ready_stub(port: int, *processes: subprocess.Popen[bytes]) -> engine_pb2_grpc.EngineServiceStub:
+    """Of the engine that these processes are, or fails as soon as one of them has ended."""
     channel = grpc.insecure_channel(f"127.0.0.1:{port}")
     info = engine_pb2_grpc.EngineInfoServiceStub(channel)
     began = time.monotonic()
@@ -54,6 +55,8 @@ def ready_stub(port: int) -> engine_pb2_grpc.EngineServiceStub:
             if info.GetEngineInfo(pb.GetEngineInfoRequest()).limits.max_model_len:
                 return engine_pb2_grpc.EngineServiceStub(channel)
         except grpc.RpcError:
+            ended = [process.returncode for process in processes if process.poll() is not None]
+            assert not ended, f"it has ended with {ended} before it was ready"
             time.sleep(0.2)
     raise AssertionError("it does not become ready")
 
@@ -77,9 +80,10 @@ def named(pids: list[int], word: str) -> int:
 @pytest.mark.timeout(900)
 def test_two_launchers_serve_as_one_engine_and_end_together(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN)
-    port, meet, leader = free_port(), free_port(), free_port()
-    with started([*ENGINE, f"--engine-port={port}"]):
-        alone = tokens(ready_stub(port))
+    port = free_port(3)
+    meet, leader = port + 1, port + 2
+    with started([*ENGINE, f"--engine-port={port}"]) as one:
+        alone = tokens(ready_stub(port, one))
     assert len(alone) == 60
     flags = [
         "--executor=torchrun", "--tensor-parallel-size=2", f"--group-token-file={tmp_path}/token",
@@ -92,7 +96,7 @@ def test_two_launchers_serve_as_one_engine_and_end_together(tmp_path: Path) -> N
             stack.enter_context(started([*launch, f"--node-rank={rank}", *ENGINE, *flags]))
             for rank in range(2)
         ]
-        stub = ready_stub(port)
+        stub = ready_stub(port, *hosts)
         assert tokens(stub) == alone
         pids = [pid for host in hosts for pid in below(host.pid)]
         call = stub.Generate(pb.GenerateRequest(spec=spec(84, max_tokens=1900)))
