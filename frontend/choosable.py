@@ -63,4 +63,9 @@ def as_asked(refused: ServiceError, constraint: Constraint | None, suffix: str) 
         return of_suffix(refused)
     if constraint is None or not (refused.param or "").startswith("constraint"):
         return refused
-    return type(refused)(refused.message, reason=refused.reason, param=constraint.param)
+    written = f"The {constraint.kind.replace('_', ' ')} does not compile"
+    asked = written
+    if constraint.param.startswith("tool"):  # a grammar that was made here, of what tools say
+        asked = f"What tools and {constraint.param} ask for does not compile"
+    message = refused.message.replace(written, asked, 1)
+    return type(refused)(message, reason=refused.reason, param=constraint.param)

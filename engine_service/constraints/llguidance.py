@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from engine_service.constraints.schema_numbers import held_lark, held_schema, held_text
 from engine_service.core.params import ConstraintSpec, ReasoningSpec
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.sentencepiece import MODEL_FILE, tokenizer_json
@@ -185,7 +186,7 @@ def _grammar(spec: ConstraintSpec, tokenizer: LLTokenizer) -> str:
         "json_object": lambda _: _of_schema('{"type": "object"}'),
         "regex": LLMatcher.grammar_from_regex,
         "choice": _of_choices,
-        "ebnf": lambda text: grammar_from("grammar", text),
+        "ebnf": lambda text: grammar_from("grammar", held_lark(text)),
         "structural_tag": lambda text: _of_tags(text, tokenizer),
     }
     try:
@@ -199,7 +200,7 @@ def _grammar(spec: ConstraintSpec, tokenizer: LLTokenizer) -> str:
 def _of_schema(text: str) -> str:
     if text.strip() == "true":  # any JSON, in the form that can hold the defaults
         text = "{}"
-    return LLMatcher.grammar_from_json_schema(text, defaults=_SPACE)
+    return LLMatcher.grammar_from_json_schema(held_text(text), defaults=_SPACE)
 
 
 def _of_choices(text: str) -> str:
@@ -226,7 +227,8 @@ def _of_tags(text: str, tokenizer: LLTokenizer) -> str:
         trigger = next((t for t in triggers if t and begin.startswith(t)), None)
         if trigger is None:
             raise ValueError(f"no trigger begins {begin!r}; name one in triggers")
-        inner = one.get("lark") or {"x-guidance": _SPACE, **one["schema"]}
+        lark = held_lark(one.get("lark") or "")
+        inner = lark or {"x-guidance": _SPACE, **held_schema(one["schema"])}
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=inner, end=one["end"]))
     if not tags:
         raise ValueError("structures is empty")

@@ -27,9 +27,9 @@ def reject_unknown(
     unknown = next((name for name in knobs if name not in known), None)
     if unknown is None:
         return
-    listed = ", ".join(known) or "none"
+    served = f"it knows: {', '.join(known)}" if known else "it has none, so leave it out"
     raise InvalidRequest(
-        f"Unknown decoding parameter {unknown!r} of {method}; it knows: {listed}.",
+        f"Unknown decoding parameter {unknown!r} of {method}; {served}.",
         reason="UNKNOWN_PARAMETER",
         param=f"decoding.params.{unknown}",
     )

@@ -1,0 +1,100 @@
+"""Whole numbers of JSON schemas beyond 2^53, which llguidance holds as float64 and so may change.
+
+A bound becomes the next float64 inside of it: what the grammar then allows, the schema allows too.
+A value that must be met cannot be moved, and is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+_EXACT = 2**53
+"""Up to here every whole number is a float64."""
+_LEAST, _MOST = -(2**63 - 1024), 2**63 - 1024
+"""Float64 within the library's 64 bits, as whose digits it writes a range."""
+_LOW = {"minimum": 0, "exclusiveMinimum": 1}
+_HIGH = {"maximum": 0, "exclusiveMaximum": 1}
+"""By how much the first allowed number lies inside."""
+_MET = ("const", "enum", "multipleOf")
+_PASSED = ("default", "examples", "example")
+"""What says nothing of a text."""
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Schemas by names, which may be any of these words."""
+_JSON = re.compile(r"%json\s*(?=[{\[])")
+
+
+def held_schema(schema: Any) -> Any:
+    """The same, with bounds that the library holds. Raises ValueError where a value is none."""
+    if isinstance(schema, list):
+        return [held_schema(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _held(key, value) for key, value in schema.items()}
+
+
+def held_text(text: str) -> str:
+    """The same of a schema's text; one that is no JSON is for the library to refuse."""
+    try:
+        schema = json.loads(text)
+    except ValueError:
+        return text
+    held = held_schema(schema)
+    return text if held == schema else json.dumps(held)
+
+
+def held_lark(text: str) -> str:
+    """The same of the schemas inside of a Lark grammar (`%json {...}`)."""
+    pieces, at = [], 0
+    for found in _JSON.finditer(text):
+        if found.end() < at:
+            continue
+        try:
+            schema, end = json.JSONDecoder().raw_decode(text, found.end())
+        except ValueError:
+            continue
+        held = held_schema(schema)
+        if held != schema:
+            pieces += [text[at : found.end()], json.dumps(held)]
+            at = end
+    return "".join([*pieces, text[at:]])
+
+
+def _held(key: str, value: Any) -> Any:
+    if key in _NAMED and isinstance(value, dict):
+        return {name: held_schema(one) for name, one in value.items()}
+    if key in _PASSED:
+        return value
+    if key in _MET:
+        _check_met(key, value)
+        return value
+    if isinstance(value, int) and abs(value) >= _EXACT:
+        # That one, also for an exclusive bound: the library adds 1 to a float64.
+        if key in _LOW:
+            return max(_above(value + _LOW[key]), _LEAST)
+        if key in _HIGH:
+            return min(-_above(_HIGH[key] - value), _MOST)
+    return held_schema(value)
+
+
+def _above(value: int) -> int:
+    """The next float64 from here on."""
+    near = float(value)
+    return int(near if near >= value else math.nextafter(near, math.inf))
+
+
+def _check_met(key: str, value: Any) -> None:
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            _check_met(key, one)
+    elif isinstance(value, int) and abs(value) > _EXACT and not _is_held(value):
+        raise ValueError(
+            f"{key} has {value}, which would be rounded; whole numbers up to {_EXACT:,} (2^53) are "
+            "exact, larger ones may be strings"
+        )
+
+
+def _is_held(value: int) -> bool:
+    return _LEAST <= value <= _MOST and int(float(value)) == value
