@@ -97,10 +97,10 @@ def _structure(parser: type[GrammarParser] | None, function: Mapping[str, Any]) 
 
 
 def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments are an object, also where a schema leaves that open. What the library cannot hold
-    them to (`not`, `uniqueItems`, a format nobody knows) is an error where the function is strict,
-    and as good as absent where it is not. Raises Unsupported for an input that JSON cannot hold to
-    its grammar."""
+    """Arguments are an object, also where a schema leaves that open, or allows null beside it. What
+    the library cannot hold them to (`not`, `uniqueItems`, a format nobody knows) is an error where
+    the function is strict, and as good as absent where it is not. Raises Unsupported for an input
+    that JSON cannot hold to its grammar."""
     written = function.get("input_format")
     if written is not None and written.syntax == "lark":
         raise Unsupported(
@@ -109,7 +109,8 @@ def schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
             param="tools",
         )
     options = SPACE if function.get("strict") else {**SPACE, "lenient": True}
-    return {"x-guidance": options, "type": "object", **(function.get("parameters") or {})}
+    parameters = function.get("parameters") or {}
+    return {"x-guidance": options, "type": "object", **parameters} | {"type": "object"}
 
 
 def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:

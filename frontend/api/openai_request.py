@@ -64,7 +64,11 @@ def invalid(failure: ValidationError) -> InvalidRequest:
     first = failure.errors(include_url=False, include_context=False)[0]
     param = _path(first["loc"])
     given = "" if first["type"] == "missing" else f" (got {_short(first['input'])})"
-    return InvalidRequest(f"{param}: {first['msg']}{given}", param=param)
+    said = first["msg"]
+    is_huge = isinstance(first["input"], float) and abs(first["input"]) >= 2**63
+    if first["type"] == "int_type" and is_huge:
+        said = "Input should be an integer of at most 64 bits"  # JSON's reader makes such a float
+    return InvalidRequest(f"{param}: {said}{given}", param=param)
 
 
 def to_completion(body: CompletionBody) -> TextRequest:

@@ -20,15 +20,22 @@ def with_tools(
 ) -> Chat:
     """The chat with the tools that the model is told of, and with what it must call of them.
 
-    None are told of for the choice `none`. Raises InvalidRequest for names that are not unique, and
-    for a choice that is none or names no tool.
+    None are told of for the choice `none`. Raises InvalidRequest for names that are not unique,
+    parameters that are no object, and a choice that is none or names no tool.
     """
     names = [tool.function.name for tool in tools]
-    for i, name in enumerate(names):
+    for i, (name, tool) in enumerate(zip(names, tools, strict=True)):
         if name in names[:i]:
             raise InvalidRequest(
                 f"two tools are called {name!r}; give each a name of its own",
                 param=f"tools[{i}]",
+            )
+        kind = (tool.function.parameters or {}).get("type", "object")
+        if "object" not in (kind if isinstance(kind, list) else [kind]):
+            raise InvalidRequest(
+                f"the parameters of {name!r} are of type {kind!r}, but arguments are an object; "
+                'give {"type": "object", "properties": {...}}',
+                param=f"tools[{i}].function.parameters",
             )
     called = _chosen_name(choice)
     must_call = choice == "required" or bool(called)

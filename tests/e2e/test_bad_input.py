@@ -47,6 +47,7 @@ HTTP: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "unknown method": ({"decoding": {"method": "up"}}, 400, "decoding.method", "'up'.*autoregress"),
     "not a number": ({"temperature": "hot"}, 400, "temperature", "valid number.*'hot'"),
     "not a whole number": ({"n": 1.5}, 400, "n", r"valid integer.*1\.5"),
+    "more than 64 bits": ({"seed": 2**64}, 400, "seed", r"at most 64 bits \(got 1\.8"),
     "prompt of a wrong type": ({"prompt": {"a": 1}}, 400, "prompt", "must be a string, a list of"),
     "stop of a wrong type": ({"stop": 5}, 400, "stop", "valid string.*got 5"),
     "logprobs 99": ({"logprobs": 99}, 400, "logprobs", r"logprobs is 99; it must lie in 0\.\.20"),

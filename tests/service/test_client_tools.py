@@ -172,6 +172,16 @@ async def test_choices_of_tools(tmp_path: Path) -> None:
         assert "get_weather" in tag["structures"][0]["begin"]
         with pytest.raises(InvalidRequest, match="two tools are called"):
             await client.chat("a", options=CallOptions(tools=[WEATHER, WEATHER]))
+        for kind in ("string", ["array", "null"]):
+            text = {"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}
+            with pytest.raises(InvalidRequest, match="arguments are an object") as refused:
+                await client.chat("a", options=CallOptions(tools=[WEATHER, text]))
+            assert refused.value.param == "tools[1].function.parameters"
+        parameters = {"type": ["object", "null"], "properties": {}}
+        either = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        await client.chat("a", options=CallOptions(tools=[either], tool_choice="required"))
+        assert '"type": "object"' in served.engine.submits[-1].constraint.ebnf
+        assert "null" not in served.engine.submits[-1].constraint.ebnf
 
 
 async def test_a_conversation_goes_on_with_what_the_tools_say(tmp_path: Path) -> None:
