@@ -95,8 +95,6 @@ def _split_sum_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    # `programs` for the share of each rank. The same program has the same rows on all ranks: on
-    # one it adds them, on the others it waits for them.
     block = tl.program_id(0)
     owner = block // programs
     first, last = owner * share + block % programs, min(owner * share + share, num_rows)
@@ -104,9 +102,11 @@ def _split_sum_kernel(
     weight = None
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0)
-    # The owner tells and awaits all others; they do so with the owner alone.
+    # The owner waits for all others, and they for it. All are told: by days of steps of one size,
+    # what another size waits for would lie so far back that it looks ahead.
     peer = tl.arange(0, LANES)
-    there = (peer < NUM_RANKS) & (peer != RANK) & ((owner == RANK) | (peer == owner))
+    there = (peer < NUM_RANKS) & (peer != RANK)
+    awaited = there & ((owner == RANK) | (peer == owner))
     lines = lines_of(lines_ptr, peer, there)
     told = signals_ptr + peer * MAX + block
     if PDL:
@@ -114,7 +114,7 @@ def _split_sum_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     turn = next_turn(count_ptr + block)
     if owner == RANK:
-        wait(told, there, turn)
+        wait(told, awaited, turn)
         # Nobody else reads these rows, on any rank: their sum may take the place of the parts.
         for row in range(first, last, programs):
             x = add_row(residual_ptr, parts, normed_ptr, row, column, weight, eps, NUM_RANKS, WIDTH)
@@ -122,7 +122,7 @@ def _split_sum_kernel(
         tell(lines, there, RANK * MAX + block, turn)
     else:
         tell(lines, there, RANK * MAX + block, turn)
-        wait(told, there, turn)
+        wait(told, awaited, turn)
         for row in range(first, last, programs):
             _take_row(residual_ptr, parts[RANK], normed_ptr, row, column, weight, eps, WIDTH)
 
@@ -144,6 +144,8 @@ def add_parts_split_triton(
     num_rows, width = residual_TE.shape
     num_ranks = len(shared.parts)
     share = -(-num_rows // num_ranks)
+    # For the share of each rank. The same program has the same rows on all ranks: on one it adds
+    # them, on the others it waits for them.
     sms = _num_sms(residual_TE.device)
     programs = min(share, min(MAX_BLOCKS, 2 * sms) // num_ranks)
     block = triton.next_power_of_2(width)

@@ -82,17 +82,16 @@ def test_a_share_alone_is_not_the_sum() -> None:
 
 
 def test_both_kernels_count_on() -> None:
-    """Each leaves its blocks' counts where the other goes on; rows of its own it tells to all, of
-    others' to their rank alone."""
+    """Each leaves its blocks' counts where the other goes on; all peers are told, also those that
+    do not wait for it."""
     mine = shared([torch.ones(6, 64)] * 3, 1)
     residual = torch.zeros(6, 64, device=device)
-    add_parts_split_triton(residual, mine, 1)
-    assert mine.turns[:7].tolist() == [1, 1, 1, 1, 1, 1, 0]
-    assert mine.signals[0][1, :7].tolist() == [1, 1, 1, 1, LATER, LATER, LATER]
-    assert mine.signals[2][1, :7].tolist() == [LATER, LATER, 1, 1, 1, 1, LATER]
-    add_parts_triton(residual, mine, 1)
-    assert mine.turns[:7].tolist() == [2, 2, 2, 2, 2, 2, 0]
-    assert mine.signals[0][1, :7].tolist() == [2, 2, 2, 2, 2, 2, LATER]
+    for turn, add in enumerate((add_parts_split_triton, add_parts_triton), 1):
+        add(residual, mine, 1)
+        for told in (mine.turns, mine.signals[0][1], mine.signals[2][1]):
+            assert told[:6].tolist() == [turn] * 6
+        assert mine.turns[6] == 0
+        assert mine.signals[0][1, 6] == LATER, "a block that was not launched told something"
 
 
 def add_beside(mine: Parts, residual: torch.Tensor) -> threading.Thread:
