@@ -65,6 +65,7 @@ def to_load(report: pb.LoadReport) -> Load:
         if report.state
         else "",
         stalled=report.stalled,
+        paused=report.paused,
         memory_used=report.memory_used_bytes,
         memory_total=report.memory_total_bytes,
     )

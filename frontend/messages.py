@@ -89,13 +89,16 @@ class Load(NamedTuple):
     """Of the engine, in lower case."""
     stalled: bool = False
     """The engine's core has said nothing for too long: new work should go elsewhere."""
+    paused: bool = False
+    """By its operator: new work waits there."""
     memory_used: int = 0
     memory_total: int = 0
     """Bytes of the engine's device; 0: not known."""
 
     @classmethod
     def of_all(cls, loads: Iterable[Load]) -> Load:
-        """Of several engines as of one: sums, the state that all are in, stalled if all are."""
+        """Of several engines as of one: sums, the state that all are in, stalled or paused if all
+        are."""
         given = list(loads)
         states = {one.state for one in given}
         return cls(
@@ -106,6 +109,7 @@ class Load(NamedTuple):
             waiting_tokens=sum(one.waiting_tokens for one in given),
             state=states.pop() if len(states) == 1 else "",
             stalled=bool(given) and all(one.stalled for one in given),
+            paused=bool(given) and all(one.paused for one in given),
             memory_used=sum(one.memory_used for one in given),
             memory_total=sum(one.memory_total for one in given),
         )

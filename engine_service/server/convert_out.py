@@ -107,6 +107,7 @@ def notice_frame(notice: Notice) -> pb.SessionResponse:
                 memory_used_bytes=notice.memory_used,
                 memory_total_bytes=notice.memory_total,
                 submits=notice.submits,
+                paused=notice.paused,
             )
             return pb.SessionResponse(load_report=report)
         case Draining():

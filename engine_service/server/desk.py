@@ -176,7 +176,7 @@ class Desk:
             if stalled and 0 < self.config.hang_timeout_s < silence_s:
                 words = f"it has said nothing for {silence_s:.0f} s (--hang-timeout-s)"
                 self.core.give_up(Fatal(words))
-            news = (*self.load[:_ROUTED_BY], stalled)
+            news = (*self.load[:_ROUTED_BY], stalled, self.board.snapshot.paused)
             if turn % _TICKS_PER_REPORT == 0 or news != told:
                 told, report = news, self.report
                 for session in self.sessions.values():
@@ -193,6 +193,7 @@ class Desk:
             state=reading.snapshot.state,
             memory_used=memory_in_use(reading),
             memory_total=reading.tally.memory.total,
+            paused=reading.snapshot.paused,
         )
 
     def ask_to_stop(self, drain_timeout_s: float) -> None:

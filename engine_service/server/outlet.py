@@ -51,6 +51,7 @@ class LoadReport(NamedTuple):
     memory_total: int = 0
     submits: int = 0
     """Of the session, that `load` has."""
+    paused: bool = False
 
 
 class Draining(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 
 from frontend.engine_client import EngineClient
 from frontend.fleet.discovery import Discovery
-from frontend.fleet.member import Member
+from frontend.fleet.member import UNTROUBLED, Member
 from frontend.fleet.prefixes import Prefixes
 from frontend.fleet.routing import POLICIES
 from frontend.fleet.same_model import common_facts
@@ -28,6 +28,8 @@ from tidemill.security.client_tls import Dialing
 _LOG = logging.getLogger("tidemill.frontend.fleet")
 _TICK_S = 0.25
 _RETRY_AFTER_MS = 1000
+_TAKERS = ("ready", "ejected", "paused")
+"""States of engines that get requests: those of a state where there are none of the one before."""
 
 Fetch = Callable[[Path], Awaitable[None]]
 LoadModel = Callable[[EngineFacts, Fetch], Awaitable[None]]
@@ -96,10 +98,10 @@ class Fleet:
 
     @property
     def state(self) -> str:
-        """ready while one engine takes requests; else stalled if one is silent, draining if one
-        finishes its own, or connecting."""
+        """ready while one engine takes requests, or lets them wait; else stalled if one is silent,
+        draining if one finishes its own, or connecting."""
         states = {one.state for one in self._members.values() if one.role != "prefill"}
-        if states & {"ready", "ejected"}:
+        if states & set(_TAKERS):
             return "ready"
         if "silent" in states:
             return "stalled"
@@ -129,9 +131,7 @@ class Fleet:
     @property
     def last_error(self) -> str:
         """Why engines take no requests, or the discovery knows none; '' when all do."""
-        troubles = [
-            one.client.trouble for one in self.members if one.state not in ("ready", "leaving")
-        ]
+        troubles = [one.client.trouble for one in self.members if one.state not in UNTROUBLED]
         if self._discovery.last_error:
             troubles.append(self._discovery.last_error)
         if not troubles and all(one.role == "prefill" for one in self.members):
@@ -206,13 +206,11 @@ class Fleet:
         return members[chosen.address]
 
     def usable(self, prefills: bool = False) -> list[Member]:
-        """Those that are ready; where all of them are ejected, ejected ones too. Either those that
-        generate, or those that compute prompts for them."""
+        """Those that are ready; where none is, those that are ejected, or else that are paused.
+        Either those that generate, or those that compute prompts for them."""
         members = [one for one in self._members.values() if (one.role == "prefill") is prefills]
-        by_state = {
-            state: [one for one in members if one.state == state] for state in ("ready", "ejected")
-        }
-        return by_state["ready"] or by_state["ejected"]
+        by_state = ([one for one in members if one.state == state] for state in _TAKERS)
+        return next(filter(None, by_state), [])
 
     async def _discover(self) -> None:
         try:

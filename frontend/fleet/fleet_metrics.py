@@ -14,7 +14,7 @@ from frontend.fleet.fleet import Fleet
 from frontend.fleet.member import Member
 
 _GAUGES: dict[str, tuple[str, Callable[[Member], float]]] = {
-    "up": ("1 while it takes requests.", lambda one: one.state == "ready"),
+    "up": ("1 while it takes requests.", lambda one: one.state in ("ready", "paused")),
     "requests_running": ("Sequences that run there.", lambda one: one.client.load.running),
     "requests_waiting": ("Sequences that wait there.", lambda one: one.client.load.waiting),
     "waiting_tokens": ("Tokens that wait there.", lambda one: one.client.load.waiting_tokens),

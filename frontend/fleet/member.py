@@ -13,6 +13,9 @@ from frontend.fleet.outlier import Outlier
 from frontend.fleet.prefill_picks import PrefillPicks
 from frontend.fleet.views import EngineView
 
+UNTROUBLED = ("ready", "paused", "leaving")
+"""States of an engine that nothing is wrong with."""
+
 
 class Member:
     """Counters are of the whole life of the address in the fleet."""
@@ -30,14 +33,15 @@ class Member:
 
     @property
     def state(self) -> str:
-        """The client's, or leaving, or ejected."""
+        """The client's, or leaving, ejected, or paused."""
         state = self.client.state
         if state != "ready":
             return state
         if self.is_leaving:
             return "leaving"
-        is_ejected = self.outlier.is_ejected(asyncio.get_running_loop().time())
-        return "ejected" if is_ejected else "ready"
+        if self.outlier.is_ejected(asyncio.get_running_loop().time()):
+            return "ejected"
+        return "paused" if self.client.load.paused else "ready"
 
     @property
     def role(self) -> str:
@@ -78,7 +82,7 @@ class Member:
             "state": self.state,
             "role": self.role if is_open else None,
             "instance_id": client.instance_id if is_open else None,
-            "last_error": None if self.state in ("ready", "leaving") else client.trouble,
+            "last_error": None if self.state in UNTROUBLED else client.trouble,
             "running": load.running,
             "waiting": load.waiting,
             "kv_cache_usage": load.pages_used / max(1, load.pages_total),

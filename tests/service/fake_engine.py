@@ -105,6 +105,7 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
     pool_tasks: tuple[int, ...] = (pb.POOL_TASK_EMBED,)
     pools: list[pb.PoolRequest] = field(default_factory=list)
     waiting: int = 1
+    paused: bool = False
     """Of every load report."""
     limits: pb.EngineLimits = field(default_factory=pb.EngineLimits)
     """Told beside those of the model."""
@@ -185,7 +186,7 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
                     load = pb.Load(
                         running=len(rows), waiting=self.waiting, pages_used=1, pages_total=4
                     )
-                    report = pb.LoadReport(load=load, submits=writer.submits)
+                    report = pb.LoadReport(load=load, submits=writer.submits, paused=self.paused)
                     await writer.write(pb.SessionResponse(load_report=report))
                 step = self._step(rows)
                 if step is not None:

@@ -96,6 +96,19 @@ async def test_keep_freezes_everything_in_place(tmp_path: Path) -> None:
         assert not server.desk.board.snapshot.paused
 
 
+async def test_frontends_hear_of_a_pause_and_of_its_end(tmp_path: Path) -> None:
+    async def hears(client: Client, is_paused: bool) -> None:
+        frame = await client.read()
+        while not frame.HasField("load_report") or frame.load_report.paused is not is_paused:
+            frame = await client.read()
+
+    async with operated(tmp_path) as (_, operator, client):
+        await operator.Pause(paused("WAIT"))
+        await asyncio.wait_for(hears(client, True), PATIENCE_S)
+        await operator.Resume(pb.ResumeRequest())
+        await asyncio.wait_for(hears(client, False), PATIENCE_S)
+
+
 async def test_wait_lets_what_runs_finish_and_holds_the_rest(tmp_path: Path) -> None:
     async with operated(tmp_path) as (server, operator, client):
         await client.submit(1, 5, 6, max_tokens=60)

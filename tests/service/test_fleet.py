@@ -172,6 +172,32 @@ async def test_an_engine_that_keeps_failing_is_ejected_and_comes_back(tmp_path: 
             assert "tidemill_fleet_ejections_total" in (await client.get("/metrics")).text
 
 
+async def test_a_paused_engine_gets_nothing_new_while_others_are_not(tmp_path: Path) -> None:
+    async with (
+        fleet(tmp_path, 2, flags={"routing": "round_robin"}) as served,
+        served.http() as client,
+    ):
+        one, other = served.engines.values()
+        one.paused = True
+        await served.until_states("paused", "ready")
+        for _ in range(4):
+            assert (await ask(client)).status_code == 200
+        assert (len(one.submits), len(other.submits)) == (0, 4)
+        health = (await client.get("/health")).json()
+        assert sorted(one["state"] for one in health["engines"]) == ["paused", "ready"]
+        assert {one["last_error"] for one in health["engines"]} == {None}
+        other.paused = True
+        await served.until_states("paused", "paused")
+        assert (await client.get("/health")).status_code == 200
+        for _ in range(2):
+            assert (await ask(client)).status_code == 200
+        assert (len(one.submits), len(other.submits)) == (1, 5), (
+            "where all are, requests wait there"
+        )
+        one.paused = False
+        await served.until_states("ready", "paused")
+
+
 async def test_a_draining_engine_gets_nothing_new_and_finishes_its_own(tmp_path: Path) -> None:
     async with fleet(tmp_path, 2, hold_after=2) as served, served.http() as client:
         first, second = served.engines.values()

@@ -540,7 +540,7 @@ class Draining(_message.Message):
     def __init__(self, deadline_ms: _Optional[int] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("load", "engine_silence_ms", "stalled", "state", "memory_used_bytes", "memory_total_bytes", "submits")
+    __slots__ = ("load", "engine_silence_ms", "stalled", "state", "memory_used_bytes", "memory_total_bytes", "submits", "paused")
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ENGINE_SILENCE_MS_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
@@ -548,6 +548,7 @@ class LoadReport(_message.Message):
     MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     SUBMITS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     load: Load
     engine_silence_ms: int
     stalled: bool
@@ -555,7 +556,8 @@ class LoadReport(_message.Message):
     memory_used_bytes: int
     memory_total_bytes: int
     submits: int
-    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., engine_silence_ms: _Optional[int] = ..., stalled: _Optional[bool] = ..., state: _Optional[_Union[EngineState, str]] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., submits: _Optional[int] = ...) -> None: ...
+    paused: bool
+    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., engine_silence_ms: _Optional[int] = ..., stalled: _Optional[bool] = ..., state: _Optional[_Union[EngineState, str]] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., submits: _Optional[int] = ..., paused: _Optional[bool] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("running", "waiting", "pages_used", "pages_total", "waiting_tokens", "steps", "host_ns")
