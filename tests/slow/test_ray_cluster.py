@@ -32,9 +32,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     from ray.cluster_utils import Cluster
 
-    nodes = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
-    )
+    head = {"num_cpus": 1, "include_dashboard": False}
+    try:
+        nodes = Cluster(initialize_head=True, head_node_args=head)
+    except Exception:  # what Ray raises; it gives a node 30 s, however busy the machine is
+        nodes = Cluster(initialize_head=True, head_node_args=head)
     try:
         nodes.add_node(num_cpus=1)
         nodes.wait_for_nodes()
