@@ -15,26 +15,10 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from engine_service.distributed import Group, Place, meet, open_store
-from engine_service.peers import PeerSums
 from engine_service.pushes import LEAST_ROWS
+from tests.gpu.peer_sums import MOST, WIDTH, sum_of
 
-WIDTH, MOST, TURNS = 1280, 8192, 60
-EPS = 1e-6
-
-
-def sums_of(
-    peers: PeerSums, site: int, residual: torch.Tensor, part: torch.Tensor, by_rows: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(residual + both parts, the norm of it)."""
-
-    def make(rows: slice, room: torch.Tensor | None) -> torch.Tensor:
-        assert room is not None
-        return room.copy_(part[rows])
-
-    weight = torch.linspace(0.5, 2.0, WIDTH, dtype=part.dtype, device=part.device)
-    normed = peers.add_sum(site, residual, make, (weight, EPS), by_rows=by_rows)
-    assert normed is not None
-    return residual, normed
+TURNS = 60
 
 
 def count_wrong(group: Group, device: torch.device, turns: int) -> int:
@@ -51,11 +35,11 @@ def count_wrong(group: Group, device: torch.device, turns: int) -> int:
             part = other if group.rank else one
             if group.rank == turn % 2:
                 torch.cuda._sleep(3_000_000)
-            got = sums_of(group.peers, site, residual.clone(), part, True)
+            got = sum_of(group.peers, site, residual.clone(), part, True)
             want = (residual.float() + (one.float() + other.float())).to(torch.bfloat16)
             wrong += not torch.equal(got[0], want)
             # At the other site: what is read is made by the kernel that other tests cover.
-            read = sums_of(group.peers, 1 - site, residual.clone(), part, False)
+            read = sum_of(group.peers, 1 - site, residual.clone(), part, False)
             wrong += not all(torch.equal(*pair) for pair in zip(got, read, strict=True))
             dist.barrier(group=group._devices)
     return wrong
@@ -74,7 +58,7 @@ def run(rank: int, place: tuple[str, int]) -> None:
     parts = torch.full((MOST, WIDTH), rank + 1.0, dtype=torch.bfloat16, device=device)
     if rank:
         torch.cuda._sleep(300_000_000)
-    total, _ = sums_of(group.peers, 0, torch.zeros_like(parts), parts, True)
+    total, _ = sum_of(group.peers, 0, torch.zeros_like(parts), parts, True)
     unwaited = group.all_of(int((total != 3.0).any()))
     if not rank:
         print(sum(wrong), sum(unwaited), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -99,9 +100,11 @@ def test_launches_are_counted_on_the_device() -> None:
         assert mine.signals[0][1, 2] == LATER, "a block that was not launched told something"
 
 
-def add_beside(mine: Parts, residual: torch.Tensor) -> threading.Thread:
+def add_beside(
+    mine: Parts, residual: torch.Tensor, add: Callable[..., object] = add_parts_triton
+) -> threading.Thread:
     """The kernel of rank 1 in a thread, which waits for its peer."""
-    thread = threading.Thread(target=add_parts_triton, args=(residual, mine, 1), daemon=True)
+    thread = threading.Thread(target=add, args=(residual, mine, 1), daemon=True)
     thread.start()
     thread.join(0.2)
     return thread

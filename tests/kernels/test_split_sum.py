@@ -3,14 +3,12 @@ plays."""
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
-from engine_service.kernels.peer_sum import MAX_BLOCKS, Parts, add_parts_triton, release
+from engine_service.kernels.peer_sum import MAX_BLOCKS, add_parts_triton, release
 from engine_service.kernels.split_sum import add_parts_split_triton
-from tests.kernels.test_peer_sum import LATER, device, interpreted, shared
+from tests.kernels.test_peer_sum import LATER, add_beside, device, interpreted, shared
 
 Norm = tuple[torch.Tensor, float]
 
@@ -94,14 +92,6 @@ def test_both_kernels_count_on() -> None:
         assert mine.signals[0][1, 6] == LATER, "a block that was not launched told something"
 
 
-def add_beside(mine: Parts, residual: torch.Tensor) -> threading.Thread:
-    """The kernel of rank 1 in a thread, which waits for its peer."""
-    thread = threading.Thread(target=add_parts_split_triton, args=(residual, mine, 1), daemon=True)
-    thread.start()
-    thread.join(0.2)
-    return thread
-
-
 @interpreted
 @pytest.mark.parametrize("turns", [0, 5, 2**31 - 2, 2**31 - 1, -(2**31), -1])
 @pytest.mark.parametrize("owner", [0, 1])
@@ -112,7 +102,7 @@ def test_it_waits_for_parts_and_for_others_rows(turns: int, owner: int) -> None:
     mine.turns.fill_(turns)
     mine.signals[1][0, 1 - owner] += 1
     residual = torch.zeros(2, 64)
-    thread = add_beside(mine, residual)
+    thread = add_beside(mine, residual, add_parts_split_triton)
     assert thread.is_alive(), "it has not waited"
     assert not residual[owner].any()
     (mine.parts[0] if owner else mine.parts[1])[owner] = 3.0
@@ -133,7 +123,7 @@ def test_a_released_rank_waits_for_nobody(turns: int, met: int) -> None:
     mine.turns.fill_(turns)
     mine.signals[1][0, met] += 1
     residual = torch.zeros(2, 64)
-    thread = add_beside(mine, residual)
+    thread = add_beside(mine, residual, add_parts_split_triton)
     assert thread.is_alive(), "it has not waited"
     release(mine, 1)
     thread.join(10.0)
