@@ -26,6 +26,7 @@ _REASONS = {
     FinishReason.ABORTED: "abort",
     FinishReason.DEADLINE: "abort",
     FinishReason.ERROR: "error",
+    FinishReason.DEAD_END: "error",
 }
 
 

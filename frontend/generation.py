@@ -28,12 +28,7 @@ from frontend.result import ChoiceResult
 from frontend.sequences import sequence_of
 from frontend.served import ServedModel
 from frontend.validation import DEFAULT_COMPLETION_TOKENS, check_request, context_exceeded
-from tidemill.runtime.errors import (
-    GenerationFailed,
-    InvalidRequest,
-    ServiceError,
-    Unsupported,
-)
+from tidemill.runtime.errors import InvalidRequest, ServiceError, Unsupported
 
 if TYPE_CHECKING:
     from frontend.desk import FrontDesk
@@ -56,7 +51,8 @@ class Generation:
         self._call: Call | BeamCall | None = None
         self._suffix_ids: list[int] = []
         self._is_whole = self._collects = False
-        self._failure = ""  # of a choice; which ones are returned is known when all have ended
+        # Of a choice; which ones are returned is known when all have ended.
+        self._failure: ServiceError | None = None
         self._span = ingress.span
         self.model: ServedModel = desk.model_for(request.options.model)
         self.called = self.model.called(request.options.model)
@@ -121,7 +117,8 @@ class Generation:
 
     async def deltas(self) -> AsyncIterator[list[TextDelta]]:
         """Everything new, a list at a time, until all choices have finished. Raises the request's
-        ServiceError: DeadlineExceeded, or GenerationFailed where a choice cannot go on.
+        ServiceError: DeadlineExceeded, or why a choice cannot go on: InvalidRequest or
+        GenerationFailed.
         """
         num_left = len(self.choices)
         while num_left:
@@ -156,7 +153,8 @@ class Generation:
                 results[delta.index].add(delta)
         results = likeliest(results, self.choices, self._request.options)
         if any(one.finish_reason == "error" for one in results):
-            raise GenerationFailed(self._failure)
+            assert self._failure is not None, "a choice ended without its failure"
+            raise self._failure
         return results
 
     def choice_at(self, index: int) -> Choice:
@@ -276,10 +274,11 @@ class Generation:
     def _check_end(self, finish: Finish) -> None:
         if finish.reason is FinishReason.DEADLINE:
             raise self._ingress.too_late()
-        if finish.reason is FinishReason.ERROR:
-            self._failure = f"the engine could not finish this request: {finish.detail}"
+        failure = finish.failure
+        if failure is not None:
+            self._failure = failure
             if not self._collects:
-                raise GenerationFailed(self._failure)
+                raise failure
 
     async def _leave(self, failure: BaseException | None) -> None:
         """Ends the request on every path. Once its deadline is over, the engine ends it itself."""

@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from frontend.request import Decoding, Sampling
+from tidemill.runtime.errors import GenerationFailed, InvalidRequest, ServiceError
 from tidemill.structured import Constraint
 
 
@@ -24,6 +25,7 @@ class FinishReason(IntEnum):
     ABORTED = 5
     DEADLINE = 6
     ERROR = 7
+    DEAD_END = 8
 
 
 class TokenLogprobs(NamedTuple):
@@ -64,6 +66,19 @@ class Finish(NamedTuple):
     detail: str
     usage: Usage
     timings: Timings
+
+    @property
+    def failure(self) -> ServiceError | None:
+        """What an end without an answer stands for; None for answers, and where the caller gave
+        up."""
+        if self.reason is FinishReason.DEAD_END:
+            return InvalidRequest(
+                f"nothing that this request allows can follow what it has: {self.detail}",
+                reason="GENERATION_DEAD_END",
+            )
+        if self.reason is FinishReason.ERROR:
+            return GenerationFailed(f"the engine could not finish this request: {self.detail}")
+        return None
 
 
 class Canvas(NamedTuple):

@@ -112,7 +112,7 @@ class Constraint:
         self._longest = max((len(one) for one in self._sequences), default=1) - 1
         self._tail: tuple[int, ...] = ()
         self._num_tokens = 0
-        self._failure = ""
+        self._failure: Stop | None = None
         self._mask = b""
         self._job: Future[None] | None = None
 
@@ -141,10 +141,10 @@ class Constraint:
         """Takes in tokens that were committed; where the request ends, if not where `stop` says.
 
         A complete grammar ends it as a stop token does, also at its last token. What was decided
-        where nothing was allowed is dropped: such a request ends with an error.
+        where nothing was allowed is dropped: such a request is at a dead end.
         """
-        if self._failure:
-            return Stop(0, FinishReason.ERROR, None, self._failure)
+        if self._failure is not None:
+            return self._failure
         kept = run if stop is None else run[: stop.keep]
         for index, token in enumerate(kept):
             self._num_tokens += 1
@@ -155,7 +155,7 @@ class Constraint:
                 continue
             matcher.accept(token)
             if matcher.failure:
-                return Stop(index, FinishReason.ERROR, None, matcher.failure)
+                return Stop(index, FinishReason.DEAD_END, None, matcher.failure)
             if matcher.is_complete:
                 ended = Stop(index + 1, FinishReason.STOP_TOKEN, None, "")
                 if stop is None or stop.keep > ended.keep or stop.reason is FinishReason.LENGTH:
@@ -166,7 +166,7 @@ class Constraint:
     def compute(self, of_grammar: bytes | None) -> None:
         """Makes the mask out of the grammar's (None: there is none)."""
         if self._matcher is not None and self._matcher.failure:
-            self.fail(self._matcher.failure)
+            self.fail(self._matcher.failure, FinishReason.DEAD_END)
             return
         hidden = self._hidden
         if self._num_tokens < self._min_tokens:
@@ -177,11 +177,12 @@ class Constraint:
             bits = self._bits(of_grammar)
             self._mask, is_empty = self._vocabulary.mask(bits & ~hidden or bits), not bits
         if is_empty:
-            self.fail("no token is left by everything that the answer must obey")
+            why = "no token is left by everything that the answer must obey"
+            self.fail(why, FinishReason.DEAD_END)
 
-    def fail(self, why: str) -> None:
+    def fail(self, why: str, reason: FinishReason = FinishReason.ERROR) -> None:
         """Nothing that is decided from here on counts; a row needs something to choose from."""
-        self._failure = why
+        self._failure = Stop(0, reason, None, why)
         self._mask = self._vocabulary.mask(self._vocabulary.all_ids)
 
     def _bits(self, of_grammar: bytes | None) -> int:

@@ -35,6 +35,8 @@ class FinishReason(IntEnum):
     ABORTED = 5
     DEADLINE = 6
     ERROR = 7
+    DEAD_END = 8
+    """Nothing that the request allows can follow what it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,11 @@ from tidemill.telemetry import semconv
 from tidemill.telemetry.context import TraceContext, exemplar
 from tidemill.telemetry.families import LONG_SECONDS, PREFIX, TOKENS, Families, ServerHistograms
 
-_ERRORS = {FinishReason.ABORTED: "cancelled", FinishReason.DEADLINE: "deadline_exceeded"}
+_ERRORS = {
+    FinishReason.ABORTED: "cancelled",
+    FinishReason.DEADLINE: "deadline_exceeded",
+    FinishReason.DEAD_END: "dead_end",
+}
 
 
 class Reading(NamedTuple):

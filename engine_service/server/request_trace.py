@@ -23,6 +23,7 @@ _FAILED = {
     FinishReason.ABORTED: ("aborted", "CANCELLED"),
     FinishReason.DEADLINE: ("deadline exceeded", "DEADLINE_EXCEEDED"),
     FinishReason.ERROR: ("failed", "INTERNAL"),
+    FinishReason.DEAD_END: ("dead end", "INVALID_ARGUMENT"),
 }
 _LOG = logging.getLogger("tidemill.engine.request")
 

@@ -87,7 +87,7 @@ TABLE = {
     "generation": Row(
         {"allowed_token_ids": [5], "guided_choice": ["tide"]},
         {"sampling": {"allowed_token_ids": [5]}, "constraint": {"choice": {"values": ["tide"]}}},
-        500, "internal_error", "GENERATION_FAILED", Code.INTERNAL, "no token is left",
+        *INVALID, "GENERATION_DEAD_END", Code.INVALID_ARGUMENT, "no token is left",
     ),
 }  # fmt: skip
 
@@ -191,7 +191,7 @@ async def test_a_stream_that_fails_behind_its_first_token(faces: Faces) -> None:
         assert answer.status_code == 200
         *chunks, last, done = (line[6:] for line in answer.text.splitlines() if line)
         assert "".join(json.loads(one)["choices"][0]["text"] for one in chunks) == "t"
-        assert json.loads(last)["error"]["code"] == "generation_failed"
+        assert json.loads(last)["error"]["code"] == "generation_dead_end"
         assert done == "[DONE]"
         sampling = {"allowed_token_ids": [first]}
         constraint = {"choice": {"values": ["tx"]}}
@@ -201,15 +201,15 @@ async def test_a_stream_that_fails_behind_its_first_token(faces: Faces) -> None:
         assert (await call.read()).choice.text == "t"
         with pytest.raises(grpc.aio.AioRpcError, match="no token is left") as caught:
             await rest(call)
-        assert caught.value.code() is Code.INTERNAL
-        assert to_error(caught.value).reason == "GENERATION_FAILED"
+        assert caught.value.code() is Code.INVALID_ARGUMENT
+        assert to_error(caught.value).reason == "GENERATION_DEAD_END"
 
 
-async def test_failed_generations_are_not_the_engines_fault(faces: Faces) -> None:
+async def test_dead_ends_are_not_the_engines_fault(faces: Faces) -> None:
     """However many there are in a row, it is not ejected."""
     row = TABLE["generation"]
     body = {"prompt": "a", "max_tokens": 4, **row.http}
     answers = [await faces.http.post("/v1/completions", json=body) for _ in range(8)]
-    assert {one.status_code for one in answers} == {500}
+    assert {one.status_code for one in answers} == {400}
     (member,) = (await faces.http.get("/health")).json()["engines"]
     assert (member["state"], member["ejections"]) == ("ready", 0)

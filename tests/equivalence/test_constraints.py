@@ -203,10 +203,19 @@ def test_what_leaves_nothing_ends_its_request_alone(seed: int) -> None:
     dead = engine.submit([1, 2], 8, constraint=spec(5), bad_words=bad)
     fine = engine.submit([1, 2], 8)
     engine.run()
-    assert engine.results[dead].finish.reason is FinishReason.ERROR
+    assert engine.results[dead].finish.reason is FinishReason.DEAD_END
     assert "no token is left" in engine.results[dead].finish.detail
     assert engine.results[dead].tokens == []
     assert engine.results[fine].tokens == reference_ar(ToyModel(seed), [1, 2], 8)
+
+
+def test_a_grammar_library_that_fails_is_no_dead_end() -> None:
+    engine = engine_of(ToyModel(3))
+    asked = engine.submit([1, 2], 8, constraint=spec(5))
+    with patch.object(ToyGrammars, "masks", side_effect=OSError("no memory")):
+        engine.run()
+    assert engine.results[asked].finish.reason is FinishReason.ERROR
+    assert engine.results[asked].finish.detail == "the grammar failed: OSError: no memory"
 
 
 @pytest.mark.parametrize(

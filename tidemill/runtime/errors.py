@@ -12,7 +12,7 @@
       FailedPrecondition  the two sides speak different protocols
       EngineDead          the engine process is lost
       InternalError       a bug of ours
-        GenerationFailed  one request cannot go on, the engine can: a grammar at a dead end
+        GenerationFailed  one request cannot go on, the engine can: a grammar's library fails
 
 It does not know gRPC or HTTP libraries: codes are plain integers of google.rpc.Code.
 """

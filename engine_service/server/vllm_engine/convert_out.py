@@ -14,7 +14,12 @@ from typing import Any
 from engine_service.core.facts import EngineFacts
 from engine_service.core.messages import Finish, FinishReason, Load
 from engine_service.core.step import TokenLogprobs
-from tidemill.runtime.errors import DeadlineExceeded, FailedPrecondition, GenerationFailed
+from tidemill.runtime.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    GenerationFailed,
+    InvalidRequest,
+)
 
 _FINISHES = {
     FinishReason.STOP_TOKEN: "stop",
@@ -88,6 +93,8 @@ class Wire:
             raise DeadlineExceeded("the request did not finish in time")
         if finish.reason is FinishReason.ERROR:
             raise GenerationFailed(f"the request failed: {finish.detail}")
+        if finish.reason is FinishReason.DEAD_END:
+            raise InvalidRequest(f"nothing that it allows can follow: {finish.detail}")
         complete = self._pb.GenerateComplete(
             index=index,
             output_ids=output_ids,
