@@ -157,6 +157,8 @@ class TextRequest:
     them, which is what is generated. Empty: the text has an open end."""
     prompt_param: str = "prompt"
     """The field that a prompt's faults are reported under."""
+    logprobs_param: str = "logprobs"
+    """The same of `options.logprobs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,7 @@ def check_request(request: TextRequest, facts: EngineFacts, max_n: int) -> None:
     check_ids("stop_token_ids", options.stop_token_ids, facts.vocab_size)
     check_ids("logit_bias", options.sampling.logit_bias, facts.vocab_size)
     for name, count in (
-        ("logprobs", options.logprobs),
+        (request.logprobs_param, options.logprobs),
         ("prompt_logprobs", options.prompt_logprobs),
     ):
         if count is not None and not 0 <= count <= facts.max_logprobs:

@@ -9,7 +9,7 @@ from google.protobuf import json_format
 from google.protobuf.struct_pb2 import Struct
 
 from frontend.api.grpc_text_tools import with_tools
-from frontend.api.openai_request import with_arguments
+from frontend.api.openai_tools import with_arguments
 from frontend.choice import TextDelta, TextLogprob
 from frontend.messages import Timings, Usage
 from frontend.request import Beam, Chat, Decoding, Options, Prompt, Sampling, TextRequest

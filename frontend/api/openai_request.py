@@ -17,11 +17,11 @@ from frontend.api.openai_schema import (
     GenerationBody,
     Message,
 )
-from frontend.api.openai_tools import with_tools
+from frontend.api.openai_tools import with_arguments, with_tools
 from frontend.api.structured import to_constraint
 from frontend.request import Beam, Chat, Decoding, Options, Prompt, Sampling, TextRequest
 from frontend.validation import check_streamed
-from tidemill.nesting import MAX_DEPTH, check_nesting, is_too_deep
+from tidemill.nesting import MAX_DEPTH, is_too_deep
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 Parsed = TypeVar("Parsed", bound=Body)
@@ -94,7 +94,9 @@ def to_chat(body: ChatBody) -> TextRequest:
     )
     parallel = body.parallel_tool_calls
     chat = with_tools(chat, body.tools or [], body.tool_choice, parallel=parallel)
-    return TextRequest(prompts=(chat,), options=options, prompt_param="messages")
+    return TextRequest(
+        prompts=(chat,), options=options, prompt_param="messages", logprobs_param="top_logprobs"
+    )
 
 
 def to_messages(
@@ -261,18 +263,6 @@ def _part_text(part: dict[str, Any], param: str) -> str:
     if not isinstance(text, str):
         raise InvalidRequest(f"{param}: a text part needs a string in `text`", param=param)
     return text
-
-
-def with_arguments(call: Any, param: str) -> dict[str, Any]:
-    """Templates expect the arguments of earlier tool calls as objects, not as JSON text."""
-    try:
-        function = dict(call["function"])
-        if isinstance(function.get("arguments"), str):
-            check_nesting(function["arguments"], param)
-            function["arguments"] = orjson.loads(function["arguments"] or "{}")
-        return {**call, "function": function}
-    except (KeyError, TypeError, ValueError) as failure:
-        raise InvalidRequest(f"{param}: not a tool call: {failure}", param=param) from failure
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

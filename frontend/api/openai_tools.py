@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import orjson
+from pydantic_core import from_json
+
 from frontend.api.openai_schema import ToolBody
 from frontend.parsers.base import ToolCall
 from frontend.reading import CallDelta
 from frontend.request import Chat
+from tidemill.nesting import check_nesting
 from tidemill.runtime.errors import InvalidRequest
 
 ToolChoice = str | dict[str, Any] | None
@@ -59,6 +63,37 @@ def with_tools(
         called=called,
         parallel_tool_calls=parallel is not False,
     )
+
+
+def with_arguments(call: Any, param: str) -> dict[str, Any]:
+    """Templates expect the arguments of earlier tool calls as objects, not as JSON text."""
+    try:
+        function = dict(call["function"])
+        if isinstance(function.get("arguments"), str):
+            check_nesting(function["arguments"], param)
+            function["arguments"] = _whole(function["arguments"] or "{}")
+        return {**call, "function": function}
+    except (KeyError, TypeError, ValueError) as failure:
+        raise InvalidRequest(f"{param}: not a tool call: {failure}", param=param) from failure
+
+
+def _whole(arguments: str) -> Any:
+    """The value of a JSON text, of one that `max_tokens` has cut off as much as is there."""
+    try:
+        return orjson.loads(arguments)
+    except ValueError:
+        if not _is_cut_off(arguments):
+            raise
+        return from_json(arguments, allow_inf_nan=False, allow_partial="trailing-strings")
+
+
+def _is_cut_off(arguments: str) -> bool:
+    """Whether they are the beginning of an object."""
+    try:
+        from_json(arguments, allow_inf_nan=False)
+    except ValueError as failure:
+        return arguments.lstrip().startswith("{") and "EOF while parsing" in str(failure)
+    return False
 
 
 def tool_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from frontend.api.openai_request import to_message, to_text, with_arguments
+from frontend.api.openai_request import to_message, to_text
 from frontend.api.openai_schema import Message
+from frontend.api.openai_tools import with_arguments
 from frontend.api.responses_schema import InputItem
 from frontend.parsers.free_input import INPUT
 from tidemill.runtime.errors import InvalidRequest, Unsupported

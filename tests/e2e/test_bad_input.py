@@ -176,6 +176,13 @@ async def test_http_bytes(faces: Faces, name: str, path: str) -> None:
     assert check_http(answer, status, words)["code"] == code
 
 
+async def test_a_chats_alternatives_have_its_own_name(faces: Faces) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 25}
+    answer = await faces.http.post("/v1/chat/completions", json=body)
+    words = r"top_logprobs is 25; it must lie in 0\.\.20"
+    assert check_http(answer, 400, words)["param"] == "top_logprobs"
+
+
 async def test_context_overflow_in_the_words_of_openai(faces: Faces, stack: Stack) -> None:
     """Clients look for the code, or for these words."""
     reduce = "Please reduce the length of the messages"

@@ -294,7 +294,7 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "a search": ({"input": [{"type": "web_search_call"}]}, 400, "input[0]"),
     "a call": ({"input": [{"type": "function_call", "name": "f"}]}, 400, "input[0].call_id"),
     "arguments": (
-        {"input": [{"type": "function_call", "name": "f", "call_id": "1", "arguments": "{"}]},
+        {"input": [{"type": "function_call", "name": "f", "call_id": "1", "arguments": "{a}"}]},
         400,
         "input[0].arguments",
     ),

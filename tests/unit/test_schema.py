@@ -221,17 +221,6 @@ def test_text_parts_are_joined_and_other_parts_refused() -> None:
         chat(messages=[{"role": "user", "content": image}])
 
 
-def test_earlier_tool_calls_reach_the_template_as_objects() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    messages = [
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "2", "tool_call_id": "1"},
-    ]
-    (prompt,) = chat(messages=messages).prompts
-    assert prompt.messages[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    assert prompt.messages[1]["tool_call_id"] == "1"
-
-
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[1]", b'"x"', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b'{"n": NaN}'],
