@@ -7,13 +7,14 @@ faces; its one signal to the outside is `matched`.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from frontend.gap import Gap
 from frontend.messages import Canvas, Delta, Finish, FinishReason, Timings, TokenLogprobs, Usage
 from frontend.reading import CallDelta, Reading
-from frontend.request import Options, TextRequest
+from frontend.request import Options
 from frontend.stopping import StopChecker
 from frontend.tokenizer import Vocabulary
 from tidemill.structured import Constraint
@@ -236,7 +237,8 @@ class Choice:
         self._owes_echo = False
         shown.text = self.prompt.text + shown.text
         if self._options.logprobs is not None:
-            shown.logprobs = self._placed(self.prompt_logprobs) + shown.logprobs
+            entries = with_alternatives(self.prompt_logprobs, self._options.logprobs)
+            shown.logprobs = self._placed(entries) + shown.logprobs
 
     def _placed(self, entries: list[TextLogprob]) -> list[TextLogprob]:
         """Entries of the prompt with their offsets in its text.
@@ -270,22 +272,7 @@ class Choice:
         return TextLogprob(token_id, text, content, logprob, entry.rank, tuple(top), offset)
 
 
-class PromptScores:
-    """What a client still has to get of its prompts' log-probabilities."""
-
-    def __init__(self, choices: list[Choice], request: TextRequest) -> None:
-        """Nothing is owed to a request without prompt_logprobs."""
-        self._choices = choices if request.options.prompt_logprobs is not None else []
-        self._owed = {choice.index for choice in self._choices}
-
-    def all_of(self, index: int) -> list[TextLogprob]:
-        """The scores of the prompt of choice `index`; empty for a client that wants none."""
-        return self._choices[index].prompt_logprobs if self._choices else []
-
-    def take(self, delta: TextDelta) -> list[TextLogprob]:
-        """The same, once, with the first tokens of the choice: by then its prompt is scored."""
-        is_scored = delta.token_ids or delta.finish_reason
-        if delta.index not in self._owed or not is_scored:
-            return []
-        self._owed.discard(delta.index)
-        return self.all_of(delta.index)
+def with_alternatives(entries: Iterable[TextLogprob], count: int) -> list[TextLogprob]:
+    """The same with `count` alternatives a token at most: the engine is asked for prompts once,
+    by whoever wants more of them."""
+    return [entry._replace(top=entry.top[:count]) for entry in entries]

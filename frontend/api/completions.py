@@ -10,9 +10,10 @@ from frontend.api.openai_request import to_completion
 from frontend.api.openai_response import completion_logprobs, prompt_logprobs, usage_of
 from frontend.api.openai_schema import CompletionBody
 from frontend.api.sse import Frames
-from frontend.choice import PromptScores, TextDelta, TextLogprob
+from frontend.choice import TextDelta, TextLogprob
 from frontend.desk import FrontDesk
 from frontend.generation import Generation
+from frontend.prompt_scores import PromptScores
 from frontend.request import Ingress
 from frontend.result import ChoiceResult
 

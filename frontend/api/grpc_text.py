@@ -18,10 +18,10 @@ from frontend.api.grpc_ingress import arrival, end_span, status_of, tell, trace_
 from frontend.api.grpc_text_infill import to_infill_request
 from frontend.api.grpc_text_pieces import CHAT, TEXT, Form, Pieces, prompt_ids_of
 from frontend.api.grpc_text_pool import PoolMethods
-from frontend.choice import PromptScores
 from frontend.desk import FrontDesk
 from frontend.gate import Gate
 from frontend.generation import Generation
+from frontend.prompt_scores import PromptScores
 from frontend.request import Ingress, TextRequest
 from frontend.validation import check_streamed
 from tidemill.runtime.rpc import is_late

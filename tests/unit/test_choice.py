@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.choice import Choice, PromptScores, PromptView, TextDelta
+from frontend.choice import Choice, PromptView, TextDelta
 from frontend.gap import Gap
 from frontend.messages import Delta, Finish, FinishReason, Timings, TokenLogprobs, Usage
+from frontend.prompt_scores import PromptScores
 from frontend.request import Options, Sampling, TextRequest
+from frontend.sequences import sequence_of
 from frontend.tokenizer import TextTokenizer
 from tests.service.frontends import write_tokenizer
 
@@ -124,6 +126,22 @@ def test_echo_puts_the_scored_prompt_in_front(tokenizer: TextTokenizer) -> None:
     assert [entry.token for entry in total.logprobs] == ["h", "i", "!"]
     assert [entry.logprob for entry in total.logprobs] == [None, -1.05, -0.33]
     assert total.token_ids == [33]
+
+
+@pytest.mark.parametrize(("shown", "apart"), [(1, 3), (3, 1), (0, 2), (2, 2)])
+def test_alternatives_of_a_prompt_are_as_many_as_each_list_asked_for(
+    tokenizer: TextTokenizer, shown: int, apart: int
+) -> None:
+    """The engine is asked once, for the more of both."""
+    options = Options(echo=True, logprobs=shown, prompt_logprobs=apart)
+    choice = Choice(0, PromptView([104, 105], "hi"), tokenizer, options)
+    count = sequence_of(choice, options).prompt_logprobs
+    assert count == max(shown, apart)
+    entry = TokenLogprobs((105, *range(count)), (-1.0, *[-2.0] * count), 1)
+    total = run(choice, [Delta(0, [33], scored([33]), prompt_logprobs=[entry], finish=finish())])
+    assert [len(one.top) for one in total.logprobs[:2]] == [0, shown]
+    scores = PromptScores([choice], TextRequest(prompts=("hi",), options=options))
+    assert [len(one.top) for one in scores.all_of(0)] == [0, apart]
 
 
 def test_scoring_alone_shows_no_generated_token(tokenizer: TextTokenizer) -> None:
