@@ -23,6 +23,8 @@ from tidemill.runtime.errors import (
 
 TRANSFERRING_S = 0.005
 """How long a turn may move pages, beyond the first piece."""
+PAUSED = "the engine is paused"
+"""What requests are told that a pause ends."""
 
 
 class PauseMode(IntEnum):

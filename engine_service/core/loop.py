@@ -13,7 +13,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from engine_service.core.control import Ask, ControlDesk, Profiler, Transferring
+from engine_service.core.control import (
+    PAUSED,
+    Ask,
+    ControlDesk,
+    Pause,
+    PauseMode,
+    Profiler,
+    Transferring,
+)
 from engine_service.core.journal import KvEvents
 from engine_service.core.messages import (
     Abort,
@@ -166,6 +174,8 @@ class CoreLoop:
                     if not self._preparing.abort(command):
                         self._scheduler.abort(command)
                 case Ask():
+                    if command.control == Pause(PauseMode.ABORT):
+                        self._refuse_prepared(Unavailable(PAUSED, reason="PAUSED"))
                     self._controls.take(command)
                 case SetTracing():
                     if self._watch is not None:
@@ -173,7 +183,8 @@ class CoreLoop:
                 case Shutdown():
                     self._is_open = False
                     self._scheduler.abort_all("the engine is shutting down")
-                    self._refuse_prepared()
+                    gone = Unavailable("the engine is shutting down", reason="DRAINING")
+                    self._refuse_prepared(gone)
         for submit, failure, aborts in self._preparing.take(time.monotonic_ns()):
             self._submit(submit, failure)
             for abort in aborts:
@@ -191,10 +202,9 @@ class CoreLoop:
         else:
             self._preparing.add(submit, job)
 
-    def _refuse_prepared(self) -> None:
+    def _refuse_prepared(self, why: ServiceError) -> None:
         for submit, *_ in self._preparing.take(0, all_of_them=True):
-            gone = Unavailable("the engine is shutting down", reason="DRAINING")
-            self._outbox.send([Reject(submit.key, gone)])
+            self._outbox.send([Reject(submit.key, why)])
 
     def _submit(self, submit: Submit, failure: BaseException | None = None) -> None:
         """Queues a sequence, or tells its caller why not; the other sequences never notice.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from engine_service.core.constraint import MaskMaker
-from engine_service.core.control import PauseMode
+from engine_service.core.control import PAUSED, PauseMode
 from engine_service.core.deadlines import Deadlines
 from engine_service.core.draft import StepDraft
 from engine_service.core.finish import find_stop
@@ -51,7 +51,7 @@ class Scheduler:
         self._admission = admission
         self._pages = pages
         self.planner = Planner(pages, limits)
-        self._gate = Gate(limits, self.planner.waiting)
+        self.gate = Gate(limits, self.planner.waiting)
         self._clock = clock
         self._masks = masks or MaskMaker()
         self._requests: dict[int, Request] = {}
@@ -86,12 +86,14 @@ class Scheduler:
     def pause(self, mode: PauseMode) -> None:
         """No request is started from here on; what becomes of the others says the mode."""
         self.planner.paused = mode
+        self.gate.stand(self._clock(), still=mode is PauseMode.KEEP)
         if mode is PauseMode.ABORT:
-            self.abort_all("the engine is paused")
+            self.abort_all(PAUSED)
 
     def resume(self) -> None:
         """Ends a pause; nothing where there is none."""
         self.planner.paused = None
+        self.gate.stand(self._clock(), still=False)
 
     def flush_cache(self) -> int:
         """Forgets all prefixes; returns how many pages were kept for them."""
@@ -108,7 +110,7 @@ class Scheduler:
     def prepare(self, submit: Submit, num_preparing: int) -> Future[None] | None:
         """Starts what a sequence needs before it is submitted; None: nothing. Raises Overloaded."""
         if submit.constraint is not None:
-            self._gate.check_preparing(num_preparing)
+            self.gate.check_preparing(num_preparing)
         return self._masks.compile(submit.constraint)
 
     def submit(self, submit: Submit) -> list[Reject]:
@@ -117,7 +119,7 @@ class Scheduler:
         Answers who was given up for it: nearly always nobody.
         """
         assert submit.key not in self._requests, f"key {submit.key} is live already"
-        given_up = self._gate.room_for(submit, self.planner.num_servable, self.load.running)
+        given_up = self.gate.room_for(submit, self.planner.num_servable, self.load.running)
         admitted = self._admission.admit(submit)
         request = open_request(submit, admitted, self._pages, self._clock())
         if request.constraint is not None:
@@ -129,7 +131,7 @@ class Scheduler:
         if given_up is None:
             return []
         self._release(given_up)
-        return [self._gate.refusal(given_up, self.planner.num_servable)]
+        return [self.gate.refusal(given_up, self.planner.num_servable)]
 
     def abort(self, abort: Abort) -> None:
         """Ends a sequence; its row and pages go back when the steps that name it are collected."""
@@ -292,7 +294,6 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         if request.row >= 0 and request.started_ns is not None and request.ending is not None:
-            now = self._clock()
-            self._gate.note(now - request.started_ns, now, request.ending.reason)
+            self.gate.note(request.started_ns, self._clock(), request.ending.reason)
         self.planner.leave(request)
         del self._requests[request.key]

@@ -42,6 +42,7 @@ def warm_up(scheduler: Scheduler, executor: Executor, facts: EngineFacts) -> int
             num_steps += 1
         scheduler.emit()
     scheduler.planner.counting.reset()
+    scheduler.gate.forget()
     return num_steps
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine_service.core.control import Answer, Ask, Pause, PauseMode, Resume
 from engine_service.core.loop import CoreLoop
 from engine_service.core.messages import Abort, FinishReason, Reject, Shutdown, StepOutput
 from engine_service.core.params import ConstraintSpec
@@ -99,6 +100,26 @@ def test_a_shutdown_answers_what_is_being_prepared() -> None:
     desk.loop.run()
     desk.grammars.may_go.set()
     assert isinstance(desk.answers()[1], Unavailable)
+
+
+def test_a_pause_that_ends_everything_ends_them() -> None:
+    desk = Desk(submit(1, [1, 2], constraint=spec(4)), Ask(9, Pause(PauseMode.ABORT)))
+    refused = desk.turn_until(1)[1]
+    assert isinstance(refused, Unavailable)
+    assert refused.reason == "PAUSED"
+    assert [event.ticket for event in desk.wire.sent if isinstance(event, Answer)] == [9]
+    desk.grammars.may_go.set()
+
+
+@pytest.mark.parametrize("mode", [PauseMode.WAIT, PauseMode.KEEP])
+def test_other_pauses_keep_them(mode: PauseMode) -> None:
+    desk = Desk(submit(1, [1, 2], constraint=spec(4)), Ask(9, Pause(mode)))
+    desk.grammars.may_go.set()
+    for _ in range(100):
+        desk.loop.turn()
+    assert not desk.answers()
+    desk.wire.batches.append([Ask(10, Resume())])
+    assert isinstance(desk.turn_until(1)[1], FinishReason)
 
 
 def test_no_more_grammars_are_compiled_than_requests_may_wait() -> None:

@@ -123,7 +123,7 @@ def test_a_first_abort_is_not_the_measure_of_what_follows() -> None:
 def test_a_scheduler_tells_who_was_given_up(reason: FinishReason) -> None:
     """All rows end at once: by callers who leave, or (the control) by texts that were found."""
     desk = Desk(max_rows=16, queue=100, num_pages=500)
-    bounds = desk.scheduler._gate._bounds
+    bounds = desk.scheduler.gate._bounds
     for key in range(1, 65):
         desk.submit(key, 3, 40)
     desk.run()

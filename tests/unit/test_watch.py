@@ -97,6 +97,8 @@ def test_a_request_runs_before_the_first_one_and_leaves_nothing() -> None:
     assert not engine.scheduler.has_work
     engine.scheduler.check_integrity()
     assert engine.scheduler.planner.counting.told(Memory()) == Tally()
+    # Its stay, with all that is made on first use, is not the measure of those that follow.
+    assert engine.scheduler.gate._bounds.wait_s(1, 1) is None
 
 
 def test_an_engine_whose_first_step_fails_does_not_start() -> None:
