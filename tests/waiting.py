@@ -7,6 +7,7 @@ No test takes these bounds when all is well, and none fails because a machine is
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import socket
 import threading
@@ -20,6 +21,7 @@ PATIENCE_S = 60.0
 """For anything that is not itself the thing under test."""
 FREE_PORTS = range(10_000, 30_000)
 """Below what Linux gives to outgoing connections and to port 0 (32,768 and up)."""
+_given: set[int] = set()
 
 
 async def until(condition: Callable[[], object], seconds: float = PATIENCE_S) -> None:
@@ -35,6 +37,13 @@ def eventually(condition: Callable[[], object], what: str, seconds: float = PATI
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
+
+
+async def awake(seconds: float) -> None:
+    """Sleeps for so long without the moments in which the machine stood still: others had as long
+    to do something."""
+    for _ in range(round(seconds / 0.05)):
+        await asyncio.sleep(0.05)
 
 
 @contextmanager
@@ -62,11 +71,23 @@ def stopwatch() -> Iterator[Callable[[], float]]:
 
 def free_port(neighbours: int = 1) -> int:
     """A port to be bound later, the first of so many in a row that are all free. One that the
-    system chose could be given away again by then."""
+    system chose could be given away again by then; and one of these, by a test beside this one or
+    by this one itself."""
+    own = _own_ports()
     while True:
-        port = random.SystemRandom().choice(FREE_PORTS)
-        if all(map(_is_free, range(port, port + neighbours))):
-            return port
+        first = random.SystemRandom().choice(own[: 1 - neighbours or None])
+        ports = range(first, first + neighbours)
+        if _given.isdisjoint(ports) and all(map(_is_free, ports)):
+            _given.update(ports)
+            return first
+
+
+def _own_ports() -> range:
+    """Those that no other process of pytest-xdist gives."""
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    size = len(FREE_PORTS) // count
+    return FREE_PORTS[number * size : (number + 1) * size]
 
 
 def _is_free(port: int) -> bool:
