@@ -11,7 +11,7 @@ from typing import NamedTuple
 import grpc
 import httpx
 
-from tests.e2e.test_serve import FREE_PORTS, SEEDED, serve
+from tests.e2e.test_serve import SEEDED, free_ports, serve
 from tests.waiting import PATIENCE_S
 from tidemill.v1 import engine_pb2, engine_pb2_grpc
 
@@ -56,7 +56,7 @@ class Demo(NamedTuple):
 @contextmanager
 def demo(folder: Path) -> Iterator[Demo]:
     """A running server."""
-    with serve(folder, "demo", *FREE_PORTS, *SEEDED) as served:
+    with serve(folder, "demo", *free_ports(), *SEEDED) as served:
         served.wait_ready()
         found = [
             re.search(pattern, served.out)

@@ -18,7 +18,7 @@ import pytest
 
 from tests.certificates import Authority
 from tests.e2e.real_stack import START_S
-from tests.e2e.test_serve import FREE_PORTS, Served, assert_gone, serve
+from tests.e2e.test_serve import ANY_PORTS, Served, assert_gone, free_ports, serve
 from tests.slow.fleets import Client, Stream, prompts, undisturbed
 from tests.waiting import PATIENCE_S, eventually, free_port, until
 from tidemill import LLM, SamplingParams
@@ -145,7 +145,7 @@ async def test_two_engines_share_the_load_and_say_what_one_says(tmp_path: Path) 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Served]:
     """Two simulated engines of two rows each."""
-    with serve(tmp_path, *SIMULATED, TWO, *FREE_PORTS) as served:
+    with serve(tmp_path, *SIMULATED, TWO, *free_ports(num_engines=2)) as served:
         wait_all_up(served)
         yield served
 
@@ -238,7 +238,7 @@ def test_nothing_outlives_a_killed_supervisor_of_two(pair: Served) -> None:
 def test_engines_alone_are_watched_too(tmp_path: Path, is_mtls: bool) -> None:
     """`tidemill engine`: one comes back while the other serves; SIGTERM ends both, and so does the
     death of the last one."""
-    flags = ["--engine-port=0", "--metrics-port=0"]
+    flags = [f"--{name}-port={free_port(neighbours=2)}" for name in ("engine", "metrics")]
     if is_mtls:
         authority = Authority(tmp_path / "certificates", "ca")
         pair = authority.sign("server")
@@ -274,7 +274,7 @@ def test_engines_alone_are_watched_too(tmp_path: Path, is_mtls: bool) -> None:
 def test_what_cannot_fit_is_refused_before_anything_starts(
     tmp_path: Path, flags: tuple[str, ...], words: str
 ) -> None:
-    with serve(tmp_path, "demo", TWO, *FREE_PORTS, *flags) as served:
+    with serve(tmp_path, "demo", TWO, *ANY_PORTS, *flags) as served:
         assert served.wait_end() == 1
         assert re.search(f"tidemill serve: .*{words}", served.err), served.err
         assert "loading" not in served.err

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_serve import FREE_PORTS, ROOT, SEEDED, serve
+from tests.e2e.test_serve import ROOT, SEEDED, free_ports, serve
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
@@ -24,8 +24,8 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, di
     """README's addresses to real ones, per model."""
     folders = [tmp_path_factory.mktemp(name) for name in ("demo", "block")]
     with (
-        serve(folders[0], "demo", *FREE_PORTS, *SEEDED) as demo,
-        serve(folders[1], "demo-block", *FREE_PORTS, *SEEDED) as block,
+        serve(folders[0], "demo", *free_ports(), *SEEDED) as demo,
+        serve(folders[1], "demo-block", *free_ports(), *SEEDED) as block,
     ):
         found = {}
         for name, served in (("demo", demo), ("demo-block", block)):

@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.real_stack import START_S, is_gone
+from tests.waiting import free_port
 from tidemill.client import Client
 from tidemill.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
-FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--engine-port=0")
+ANY_PORTS = ("--http-port=0", "--grpc-port=0", "--engine-port=0")
 SEEDED = ("--seed=1",)
 """For who compares answers at the default temperature: once in a few thousand times one draws
 another token than the likeliest."""
@@ -71,6 +72,13 @@ class Served:
         return found
 
 
+def free_ports(num_engines: int = 1) -> tuple[str, ...]:
+    """Flags. Of `ANY_PORTS` the command chooses the ports when it starts, and services bind them
+    seconds later: on a machine that runs other tests too, some of those could be faster."""
+    engine = free_port(neighbours=num_engines)
+    return f"--http-port={free_port()}", f"--grpc-port={free_port()}", f"--engine-port={engine}"
+
+
 @contextmanager
 def serve(folder: Path, *argv: str, verb: str = "serve") -> Iterator[Served]:
     command = [sys.executable, "-m", "tidemill", verb, *argv]
@@ -92,7 +100,7 @@ def assert_gone(pids: dict[str, int]) -> None:
 
 
 def test_ready_answers_and_leaves_when_asked(tmp_path: Path) -> None:
-    with serve(tmp_path, "demo", *FREE_PORTS) as served:
+    with serve(tmp_path, "demo", *ANY_PORTS) as served:
         served.wait_ready()
         assert served.out.count("Tidemill is ready") == 1
         url = re.search(r"curl (\S+)", served.out)
@@ -130,7 +138,7 @@ def test_ready_answers_and_leaves_when_asked(tmp_path: Path) -> None:
     ],
 )
 def test_says_which_service_died_and_ends_the_rest(tmp_path: Path, victim: str, words: str) -> None:
-    with serve(tmp_path, "demo", "--executor=simulated", *FREE_PORTS) as served:
+    with serve(tmp_path, "demo", "--executor=simulated", *free_ports()) as served:
         served.wait_ready()
         children = served.descendants()
         os.kill(children[victim], signal.SIGKILL)
@@ -140,7 +148,7 @@ def test_says_which_service_died_and_ends_the_rest(tmp_path: Path, victim: str, 
 
 
 def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
-    with serve(tmp_path, "demo", "--executor=simulated", *FREE_PORTS) as served:
+    with serve(tmp_path, "demo", "--executor=simulated", *free_ports()) as served:
         served.wait_ready()
         children = served.descendants()
         served.process.kill()
@@ -151,7 +159,7 @@ def test_a_model_that_cannot_load_says_why(tmp_path: Path) -> None:
     folder = tmp_path / "no-weights"
     folder.mkdir()
     shutil.copy(ROOT / "tidemill" / "builtin" / "demo" / "config.json", folder)
-    with serve(tmp_path, str(folder), *FREE_PORTS) as served:
+    with serve(tmp_path, str(folder), *free_ports()) as served:
         assert served.wait_end() == 1
         said = r"tidemill serve: engine_service ended .*no-weights has no \*\.safetensors"
         assert re.search(said, served.err), served.err
@@ -162,7 +170,7 @@ def test_a_model_that_cannot_load_says_why(tmp_path: Path) -> None:
 def test_a_busy_port_is_named_with_its_flag(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        flags = [*FREE_PORTS, f"--grpc-port={port}"]
+        flags = [*free_ports(), f"--grpc-port={port}"]
         with serve(tmp_path, "demo", *flags) as served:
             assert served.wait_end() == 1
             assert f"{port}: the port is in use" in served.err

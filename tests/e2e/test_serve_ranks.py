@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_serve import FREE_PORTS, assert_gone, serve
+from tests.e2e.test_serve import assert_gone, free_ports, serve
 from tests.service.test_engine_ranks import BOUND_S, children
 
 
 @pytest.mark.timeout(300)
 def test_a_dead_rank_ends_it_with_status_1_and_is_named(tmp_path: Path) -> None:
-    with serve(tmp_path, "demo", "--device=cpu", "--tensor-parallel-size=2", *FREE_PORTS) as served:
+    with serve(
+        tmp_path, "demo", "--device=cpu", "--tensor-parallel-size=2", *free_ports()
+    ) as served:
         served.wait_ready()
         everybody = served.descendants()
         (follower,) = children(everybody["engine_service.rank"])

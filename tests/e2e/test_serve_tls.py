@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from tests.certificates import Authority
-from tests.e2e.test_serve import FREE_PORTS, ROOT, serve
+from tests.e2e.test_serve import ROOT, free_ports, serve
 from tests.waiting import PATIENCE_S
 from tidemill.security.keys import new_key
 
@@ -33,7 +33,7 @@ def test_a_server_with_certificates_and_keys_serves_all_our_clients(tmp_path: Pa
     flags = (
         *(f"--tls-cert={server.cert}", f"--tls-key={server.key}"),
         *(f"--tls-client-ca={authority.path}", f"--api-keys-file={tmp_path / 'keys'}"),
-        *(f"--config={tmp_path / 'flags.yaml'}", "--host=0.0.0.0", *FREE_PORTS),
+        *(f"--config={tmp_path / 'flags.yaml'}", "--host=0.0.0.0", *free_ports()),
     )
     with serve(tmp_path, "demo", *flags) as served:
         served.wait_ready()
@@ -93,7 +93,9 @@ def test_a_batch_is_asked_over_tls_with_a_key(tmp_path: Path) -> None:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
     (tmp_path / "in.jsonl").write_text(json.dumps({**line, "body": {"prompt": "ROMEO:"}}))
     flags = (f"--tls-cert={server.cert}", f"--tls-key={server.key}")
-    with serve(tmp_path, "demo", *flags, f"--api-keys-file={tmp_path / 'keys'}", *FREE_PORTS) as it:
+    with serve(
+        tmp_path, "demo", *flags, f"--api-keys-file={tmp_path / 'keys'}", *free_ports()
+    ) as it:
         it.wait_ready()
         url = re.search(r"HTTP +(https://\S+)", it.out)
         assert url is not None
