@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,7 +34,7 @@ from tests.e2e.real_stack import (
     until_idle,
 )
 from tests.service.engine_fixtures import rest, spec
-from tests.waiting import PATIENCE_S, eventually, free_port
+from tests.waiting import PATIENCE_S, eventually, free_port, stopwatch
 from tidemill.runtime.rpc import to_error
 from tidemill.v1 import engine_pb2 as pb
 
@@ -171,11 +170,11 @@ async def test_the_engine_is_away_comes_dies_and_comes_back(tmp_path: Path, vict
 def until_ready(stack: Stack, served: Service) -> None:
     """The frontend takes requests soon after the engine does: it waits for a part of the time that
     a start takes, however long the engine was away; and for its turn on a busy machine."""
-    began = time.monotonic()
-    eventually(lambda: '"ready:' in served.log, "the engine is not ready", START_S)
-    ready = time.monotonic()
-    stack.wait_ready()
-    assert time.monotonic() - ready < 3.0 + 0.5 * (ready - began)
+    with stopwatch() as awake_s:
+        eventually(lambda: '"ready:' in served.log, "the engine is not ready", START_S)
+        ready_s = awake_s()
+        stack.wait_ready()
+        assert awake_s() - ready_s < 3.0 + 0.5 * ready_s
     levels = [json.loads(line) for line in served.log.splitlines() if line.startswith("{")]
     stages = [line["message"] for line in levels if "loading" in line["message"]]
     assert len(stages) == len({stage.partition(" ")[2].rstrip("0123456789/ ") for stage in stages})

@@ -14,13 +14,15 @@ TIMEOUT_S = 120.0
 WITHIN_S = 30.0
 """Until a loss is told on a machine that is busy with other tests; nobody would hear of it at all
 without the watcher."""
-PROMISED_S = 5.5
-"""On one that is not."""
+PROMISED_S = 6.5
+"""On one that is not: half a second in which all is well, the five that are promised, and one for a
+stopwatch, which does not stand still in quite the same moments as the ranks."""
 PROMISE = [pytest.mark.slow, pytest.mark.alone]
 TENSOR, STAGES = "tensor_parallel_size", "pipeline_parallel_size"
 SCRIPT = """
 import gc, os, signal, sys, threading, time
 from pathlib import Path
+from tests.waiting import stopwatch
 from tidemill import LLM, SamplingParams
 from tidemill.runtime.errors import EngineDead
 
@@ -46,13 +48,13 @@ assert len(generate(llm, 5)[0].outputs[0].token_ids) == 5
 (follower,) = children()
 """
 LOST = """
-began = time.monotonic()
 threading.Timer(0.5, os.kill, [follower, signal.{sent}]).start()
 try:
-    generate(llm)
+    with stopwatch() as awake_s:
+        generate(llm)
 except EngineDead as error:
     print(type(error).__name__, error)
-    assert time.monotonic() - began < WITHIN_S, time.monotonic() - began
+    assert awake_s() < WITHIN_S, awake_s()
 try:
     generate(llm)
 except EngineDead as error:
@@ -93,9 +95,9 @@ try:
     llm.step()
 except KeyboardInterrupt:
     print("interrupted")
-began = time.monotonic()
-llm.close()
-assert time.monotonic() - began < WITHIN_S, time.monotonic() - began
+with stopwatch() as awake_s:
+    llm.close()
+assert awake_s() < WITHIN_S, awake_s()
 assert not children(), children()
 import torch.distributed
 print(torch.distributed.is_initialized())
