@@ -63,7 +63,8 @@ class Live:
 
 # A busy machine may starve a rank for seconds, which says nothing about its tokens.
 @patch.object(silence, "SERVING_S", 60.0)
-def main(model: str, num_ranks: int, num_stages: int = 1, **flags: Any) -> None:
+def found(model: str, num_ranks: int, num_stages: int = 1, **flags: Any) -> dict[str, Any]:
+    """What they answer, and how they got there."""
     rng = random.Random(5)
     grid = {
         "tensor_parallel_size": num_ranks // num_stages,
@@ -72,11 +73,11 @@ def main(model: str, num_ranks: int, num_stages: int = 1, **flags: Any) -> None:
     llm = LLM(model, **{**SIZES, **grid, **flags})
     live = Live(llm.engine.executor)
     asked = [ask(llm, rng, number) for number in range(14)]
-    found: dict[str, Any] = {}
+    shown: dict[str, Any] = {}
     preemptions = steps = 0
     while llm.has_unfinished_requests:
         for output in llm.step():
-            found[output.request_id] = show(output)
+            shown[output.request_id] = show(output)
             preemptions += output.usage.preemptions
         steps += 1
         if steps % (9 * num_stages) == 0:  # somebody goes away
@@ -84,9 +85,12 @@ def main(model: str, num_ranks: int, num_stages: int = 1, **flags: Any) -> None:
             if len(keys) > 2:
                 llm._scheduler.abort(Abort(keys[1]))
     llm.close()
-    answers = [found[request_id] for request_id in asked]
-    found = {"answers": answers, "steps": steps, "preemptions": preemptions, "live": live.most}
-    print(json.dumps(found))
+    answers = [shown[request_id] for request_id in asked]
+    return {"answers": answers, "steps": steps, "preemptions": preemptions, "live": live.most}
+
+
+def main(model: str, num_ranks: int, num_stages: int = 1, **flags: Any) -> None:
+    print(json.dumps(found(model, num_ranks, num_stages, **flags)))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tidemill.runtime.errors import InvalidRequest, Unavailable
 
 ray = pytest.importorskip("ray")
 PROGRAM = """
-import os, signal, sys, threading, time
+import json, os, signal, sys, threading, time
 from pathlib import Path
 import ray
 from engine_service.ranks import silence
@@ -43,9 +43,9 @@ def kill(pid):
 
 silence.SERVING_S = 60.0  # a busy machine starves ranks for seconds; no rank is stopped here
 ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, configure_logging=False)
-mixed_requests.main("demo", 2, executor="ray")
+# Printed once Ray, whose threads print as well, has ended: lines may mix.
+told = [json.dumps(mixed_requests.found("demo", 2, executor="ray"))]
 
-told = []  # printed once Ray, whose threads print as well, has ended: lines may mix
 llm = open_llm(2)
 eventually(lambda: len(actors()) == 1, "the first group's actor does not end")
 (actor,) = actors()
