@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -15,7 +16,7 @@ from tests.e2e.test_serve import assert_gone, serve
 from tests.service.engine_fixtures import spec
 from tests.service.test_ranks_watched import AWAKE_S
 from tests.slow.test_torchrun import below, ready_stub, tokens
-from tests.waiting import eventually, free_port, stopwatch
+from tests.waiting import PATIENCE_S, eventually, free_port, stopwatch
 from tidemill.v1 import engine_pb2 as pb
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -30,20 +31,30 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of one whose nodes have room for a rank each."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    from ray.cluster_utils import Cluster
-
-    head = {"num_cpus": 1, "include_dashboard": False}
     try:
-        nodes = Cluster(initialize_head=True, head_node_args=head)
+        nodes = two_nodes()
     except Exception:  # what Ray raises; it gives a node 30 s, however busy the machine is
-        nodes = Cluster(initialize_head=True, head_node_args=head)
+        nodes = two_nodes()
     try:
-        nodes.add_node(num_cpus=1)
-        nodes.wait_for_nodes()
         monkeypatch.setenv("RAY_ADDRESS", nodes.address)
         yield nodes.address
     finally:
         nodes.shutdown()
+
+
+def two_nodes() -> Any:
+    """A cluster of which nothing is left where one of its nodes does not start."""
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster()
+    try:
+        nodes.add_node(num_cpus=1, include_dashboard=False)
+        nodes.add_node(num_cpus=1)
+        nodes.wait_for_nodes(PATIENCE_S)
+    except Exception:
+        nodes.shutdown()
+        raise
+    return nodes
 
 
 def actors() -> dict[str, int]:
