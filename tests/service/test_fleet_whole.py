@@ -12,7 +12,7 @@ from frontend.app import FrontendServer
 from frontend.config import FrontendConfig
 from tests.service.fake_engine import serving
 from tests.service.frontends import make_engine
-from tests.waiting import free_port, http_client, until
+from tests.waiting import PATIENCE_S, free_port, http_client, until
 from tidemill.commands import engine_state
 
 EVERY_S = 0.05
@@ -39,11 +39,12 @@ async def test_a_start_waits_for_every_engine_but_not_for_ever(
 
             with monkeypatch.context() as short:
                 short.setattr(engine_state, "_OTHERS_S", 0.2)
-                await asyncio.wait_for(engine_state.healthy(*ask), 10.0)
+                await asyncio.wait_for(engine_state.healthy(*ask), PATIENCE_S)
 
+            monkeypatch.setattr(engine_state, "_OTHERS_S", 3 * PATIENCE_S)
             waits = asyncio.create_task(engine_state.healthy(*ask))
             await asyncio.sleep(1.0)
             assert not waits.done()
             await opened.enter_async_context(serving(second, ports[1]))
-            await asyncio.wait_for(waits, 10.0)
+            await asyncio.wait_for(waits, PATIENCE_S)
             assert (await client.get("/health")).json()["status"] == "healthy"

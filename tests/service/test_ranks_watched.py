@@ -122,7 +122,7 @@ def test_nobody_is_accused_while_all_are_stopped_together() -> None:
         process.stdin.flush()
         assert process.stdout is not None
         assert process.stdout.readline() == "alive 0\n"
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE_S) == 0
     eventually(lambda: all(map(is_gone, pids)), "followers outlive rank 0")
 
 
