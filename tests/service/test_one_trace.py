@@ -114,7 +114,7 @@ async def test_every_way_to_end_is_one_trace(
             schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
             answer = await served.post(refused, prompt="ab", max_tokens=4, response_format=schema)
             assert answer.status_code >= 400
-            answer = await served.post(late, 150, prompt="ab", max_tokens=200)
+            answer = await served.post(late, 1000, prompt="ab", max_tokens=200)
             assert answer.status_code == 504
             assert (await served.post(preempted, prompt="ab", max_tokens=200, n=2)).is_success
             steps = await served.http.get("/metrics", headers={"accept": OPEN_METRICS})
