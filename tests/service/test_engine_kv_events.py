@@ -23,7 +23,7 @@ from engine_service.server.kv_zmq import REPLAY_BATCHES, KvPublisher, block_hash
 from engine_service.server.launch import EngineServer
 from tests.service.engine_fixtures import admin, kv_events, session, stubs
 from tests.service.test_engine_rank import real_engine
-from tests.waiting import PATIENCE_S, free_port, until
+from tests.waiting import PATIENCE_S, awake, free_port, until
 from tidemill.v1 import engine_pb2 as pb
 
 SMALL = {"executor": "simulated", "page_size": 4, "num_pages": 40, "simulated_step_ms": 1.0}
@@ -209,7 +209,7 @@ async def test_routers_that_know_vllm_rebuild_the_index(tmp_path: Path, seed: in
         sub, live = context.socket(zmq.SUB), ZmqMirror()
         sub.connect(ipc)
         sub.subscribe(b"kv@")
-        await asyncio.sleep(2.0)  # PUB drops what was sent before a reader has joined
+        await awake(2.0)  # PUB drops what was sent before a reader has joined
 
         async def read() -> None:
             while True:

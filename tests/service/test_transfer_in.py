@@ -29,7 +29,7 @@ from engine_service.server.transfer_counts import TransferCounts
 from engine_service.server.transfer_in import Fetches
 from tests.certificates import Pair
 from tests.service.engine_fixtures import config, pack
-from tests.waiting import until
+from tests.waiting import awake, until
 from tidemill.runtime.errors import FailedPrecondition
 from tidemill.telemetry.families import Families
 from tidemill.v1 import engine_pb2 as pb
@@ -199,7 +199,7 @@ async def test_a_call_that_ends_behind_a_piece_is_no_bug(
         made.asks.importing.clear()
         fetch = asyncio.create_task(made.fetch())
         await until(lambda: made.asks.imports)
-        await asyncio.sleep(0.2)  # for the end of the call to be here
+        await awake(0.2)  # for the end of the call to be here
         made.asks.importing.set()
         await fetch
         assert len(made.asks.imports) == 1

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.slow.fleets import Site, site, up
-from tests.waiting import free_port, http_client
+from tests.waiting import awake, free_port, http_client
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 
@@ -62,7 +62,7 @@ class Two:
             said += answer
             if turn:
                 found.append((cached, filled))
-            await asyncio.sleep(HEARD_S)
+            await awake(HEARD_S)
         return found
 
 
@@ -106,7 +106,7 @@ async def test_a_hot_prefix_spreads_and_is_cached_on_both(tmp_path: Path, seed: 
     hot = [rng.randrange(3, 250) for _ in range(20 * PAGE)]
     async with two(tmp_path, "prefix_affinity") as engines:
         await engines.ask(hot)
-        await asyncio.sleep(HEARD_S)
+        await awake(HEARD_S)
         for number in range(4):
             cached, _ = await engines.ask([*hot, 3 + number])
             assert cached == len(hot)
@@ -115,7 +115,7 @@ async def test_a_hot_prefix_spreads_and_is_cached_on_both(tmp_path: Path, seed: 
         crowd = (engines.ask([*hot, 3 + number % 200, 3], 100) for number in range(6 * ROWS))
         await asyncio.gather(*crowd)
         assert min(await engines.routed()) >= ROWS, "the cap did not spread it"
-        await asyncio.sleep(HEARD_S)
+        await awake(HEARD_S)
         before = await engines.routed()
         found = await asyncio.gather(*(engines.ask([*hot, 9, 9, n], 2) for n in range(8)))
         assert {cached for cached, _ in found} == {len(hot)}
