@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,16 +38,30 @@ def test_a_simulated_engine_gives_the_figures_that_it_must(tmp_path: Path, proto
         "plot": picture,
         "json": file,
     }
-    for _ in range(3):  # a machine that stands still for half a second makes a tenth of them late
+    # A machine that stands still for half a second makes a tenth of them late; a wrong formula is
+    # wrong every time.
+    for attempt in reversed(range(4)):
         assert bench.run(["serve", *(f"--{name}={value}" for name, value in words.items())]) == 0
         found = json.loads(file.read_text())
-        if all(point["good_share"] > 0.9 for point in found["points"]):
+        try:
+            check_times(found["points"])
             break
+        except AssertionError:
+            if not attempt:
+                raise
     assert found["benchmark"] == "serve"
     assert found["engine_options"] == {"executor": "simulated", "simulated_step_ms": STEP_MS}
     for point in found["points"]:
         assert point["failures"] == {}
         assert point["ok"] == point["requests"] > 6
+    first, second = found["points"]
+    assert (first["load"], second["load"]) == (4, 8)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def check_times(points: list[dict[str, Any]]) -> None:
+    """They follow from the step."""
+    for point in points:
         assert point["tpot_ms"]["p50"] == pytest.approx(STEP_MS, rel=0.1)
         assert point["itl_ms"]["p50"] == pytest.approx(STEP_MS, rel=0.25)
         assert point["tokens_per_chunk"] == pytest.approx(1, abs=0.3)
@@ -57,7 +72,5 @@ def test_a_simulated_engine_gives_the_figures_that_it_must(tmp_path: Path, proto
         shares = point["output_tokens_per_s"] / point["input_tokens_per_s"]
         assert shares == pytest.approx(OUTPUT_LEN / INPUT_LEN, rel=0.5)
         assert point["good_share"] > 0.9
-    first, second = found["points"]
-    assert (first["load"], second["load"]) == (4, 8)
+    first, second = points
     assert second["begun_per_s"] > first["begun_per_s"]
-    assert picture.read_bytes().startswith(b"\x89PNG")
