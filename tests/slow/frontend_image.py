@@ -77,7 +77,8 @@ class Built:
     def _base(self) -> None:
         archive = self._folder / "base.tar"
         wanted = "--include=python3,python3-venv,ca-certificates"
-        command("mmdebstrap", "--quiet", "--variant=minbase", wanted, SUITE, archive)
+        again = '--aptopt=Acquire::Retries "9"'  # a mirror may stumble
+        command("mmdebstrap", "--quiet", "--variant=minbase", wanted, again, SUITE, archive)
         container = self.buildah("from", "scratch").strip()
         self.buildah("add", container, archive, "/")
         self.buildah("commit", "--quiet", container, BASE)
@@ -128,7 +129,7 @@ def _index_of_this_machine() -> tuple[str, list[str]]:
     """A pip.conf with what pip here is told, and the local folders that it names, as volumes."""
     told = command(sys.executable, "-m", "pip", "config", "list")
     lines, volumes = ["[global]"], [f"--volume={CERTIFICATES}:{CERTIFICATES}:ro"]
-    settings = {}
+    settings = {"retries": "9", "timeout": "60"}
     for line in told.splitlines():
         name, _, value = line.partition("=")
         settings[name.rpartition(".")[2]] = str(ast.literal_eval(value))

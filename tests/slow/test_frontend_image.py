@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.real_stack import START_S
 from tests.slow.frontend_image import ROOT, Built, missing
 from tests.waiting import eventually, free_port
 
@@ -87,7 +88,7 @@ def test_it_serves(image: Built, engine: str) -> None:
             assert process.poll() is None, process.communicate()
             return image.run(*CHECK, **check)[0] == 0
 
-        eventually(is_healthy, "the frontend in the image is not ready")
+        eventually(is_healthy, "the frontend in the image is not ready", START_S)
         status = Path(f"/proc/{process.pid}/status").read_text()
         assert "Uid:\t65532\t65532\t65532\t65532" in status
         asked = {"messages": [{"role": "user", "content": "reverse: harbour"}], "temperature": 0}

@@ -81,7 +81,8 @@ def test_a_frontend_needs_no_torch(wheel: Path, tmp_path: Path) -> None:
     run(sys.executable, "-m", "venv", tmp_path / "venv", folder=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
     install = (python, "-m", "pip", "install", "--quiet", "--no-compile")
-    run(*install, "-r", ROOT / "requirements" / "frontend.lock", folder=tmp_path)
+    patient = ("--retries=9", "--timeout=60")  # an index may stumble
+    run(*install, *patient, "-r", ROOT / "requirements" / "frontend.lock", folder=tmp_path)
     run(*install, "--no-deps", "--no-index", wheel, folder=tmp_path)
     run(python, "-m", "pip", "check", folder=tmp_path)
     run(python, "-c", WITHOUT_TORCH, folder=tmp_path)
