@@ -53,7 +53,9 @@ def test_a_server_with_certificates_and_keys_serves_all_our_clients(tmp_path: Pa
         context = authority.context(mine)
         for key, status in ((made.key, 200), (single, 200), ("wrong", 401)):
             shown = {"authorization": f"Bearer {key}"}
-            answer = httpx.get(f"{url[1]}/models", headers=shown, verify=context)
+            answer = httpx.get(
+                f"{url[1]}/models", headers=shown, verify=context, timeout=PATIENCE_S
+            )
             assert answer.status_code == status
         said = talk(address[1], authority.path, *mine, key=single)
         assert (said.returncode, said.stdout.strip()) == (0, "ruobrah"), said.stderr
