@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import PATIENCE_S, eventually
+from tests.waiting import PATIENCE_S, eventually, free_port
 from tidemill import cli
 from tidemill.commands import bench, child, ports
 from tidemill.runtime.endings import ending
@@ -183,7 +183,7 @@ def test_busy_port_is_named_with_its_flag() -> None:
 
 
 def test_two_flags_cannot_share_a_port() -> None:
-    (free,) = ports.settle(wishes(("--http-port", 0)))
+    free = free_port()
     with pytest.raises(FailedPrecondition, match=r"it is --grpc-port's or .* with --http-port"):
         ports.settle(wishes(("--grpc-port", free), ("--http-port", free)))
 
