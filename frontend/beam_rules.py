@@ -48,11 +48,16 @@ def check_beam(request: TextRequest, beam: Beam, facts: EngineFacts, max_n: int)
             param="length_penalty",
         )
     for name in _ignored(options):
-        raise InvalidRequest(
-            f"{name} has no part in a beam search, which compares the model's own probabilities; "
-            "leave it out",
-            param=name,
-        )
+        raise no_part(name)
+
+
+def no_part(name: str) -> InvalidRequest:
+    """What a search cannot be asked for beside."""
+    return InvalidRequest(
+        f"{name} has no part in a beam search, which compares the model's own probabilities; "
+        "leave it out",
+        param=name,
+    )
 
 
 def _ignored(options: Options) -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from frontend import input_grammar
+from frontend.beam_rules import no_part
 from frontend.calls_or_answer import calls_or_answer
 from frontend.parsers.registry import OutputFormat
 from frontend.request import Chat, TextRequest
@@ -45,6 +46,8 @@ def with_calls(request: TextRequest, form: OutputFormat) -> TextRequest:
                 "out one of them",
                 param=found.param,
             )
+    if request.options.beam is not None:
+        raise no_part(found.param)
     return replace(request, options=replace(request.options, constraint=found))
 
 

@@ -45,10 +45,14 @@ class PoolResult(NamedTuple):
 class PoolWalk:
     """Use once: `await PoolWalk(desk, request, ingress).run()`. Cancelling it aborts its inputs."""
 
-    def __init__(self, desk: FrontDesk, request: PoolRequest, ingress: Ingress) -> None:
+    def __init__(
+        self, desk: FrontDesk, request: PoolRequest, ingress: Ingress, most: int = MAX_PROMPTS
+    ) -> None:
+        """For up to `most` inputs."""
         self._desk = desk
         self._request = request
         self._ingress = ingress
+        self._most = most
         self._model = desk.model_for(request.model)
         self._span: Span | None = None
 
@@ -80,9 +84,9 @@ class PoolWalk:
                 f"{', '.join((*facts.methods, *facts.pool_tasks)) or 'nothing of the kind'}",
                 param="model",
             )
-        if not 1 <= len(request.inputs) <= MAX_PROMPTS:
+        if not 1 <= len(request.inputs) <= self._most:
             raise InvalidRequest(
-                f"{request.param} has {len(request.inputs)} entries; send 1 to {MAX_PROMPTS} in "
+                f"{request.param} has {len(request.inputs)} entries; send 1 to {self._most} in "
                 "one request",
                 param=request.param,
             )
@@ -247,7 +251,7 @@ async def score_pairs(desk: FrontDesk, request: PoolRequest, ingress: Ingress) -
         )
     place = {text: index for index, text in enumerate(dict.fromkeys(t for p in pairs for t in p))}
     texts = replace(request, inputs=tuple(place), task="embed", normalize=True)
-    vectors, usage, name = await PoolWalk(desk, texts, ingress).run()
+    vectors, usage, name = await PoolWalk(desk, texts, ingress, 2 * len(pairs)).run()
     scores = [
         array("f", [sum(map(float.__mul__, vectors[place[p.left]], vectors[place[p.right]]))])
         for p in pairs

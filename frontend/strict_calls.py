@@ -145,7 +145,9 @@ def _arguments(function: Mapping[str, Any], tags: _Tags) -> str:
     properties = schema.get("properties", {})
     if not isinstance(properties, Mapping) or schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
         raise Unsupported(f"strict: the parameters of {function['name']!r} must be a plain object")
-    required, shared = schema.get("required", ()), _shared(schema)
+    required, shared = schema.get("required", []), _shared(schema)
+    if not isinstance(required, list):
+        raise Unsupported(f"strict: `required` of {function['name']!r} must be a list")
     rules, parts = [], []
     for number, (key, given) in enumerate(properties.items()):
         if written is None:
@@ -166,6 +168,8 @@ def _value(tool: str, key: str, given: Any, shared: Mapping[str, Any], tags: _Ta
     schema = given if isinstance(given, Mapping) else {}
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     types = types_of(schema)
+    if not isinstance(choices, list | None):
+        raise Unsupported(f"strict: `enum` of {key!r} of {tool!r} must be a list")
     if choices is not None:
         is_text = [isinstance(one, str) for one in choices]
         if any(is_text) and not all(is_text):

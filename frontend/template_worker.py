@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 from frontend.request import Chat
@@ -58,8 +59,12 @@ def _rendered(template: ChatTemplate, chat: Chat, chars: int) -> tuple[int, byte
 
 
 def _shut_in() -> None:
-    """Loads what rendering loads, then takes from this process what a template may not have."""
-    ChatTemplate(_SAMPLE, {}).render(Chat(messages=[{"role": "user", "content": "."}]))
+    """Loads what rendering loads, and what a template's error does, then takes from this process
+    what a template may not have."""
+    hello = Chat(messages=[{"role": "user", "content": "."}])
+    ChatTemplate(_SAMPLE, {}).render(hello)
+    with suppress(InvalidRequest):
+        ChatTemplate("{{ raise_exception('.') }}", {}).render(hello)
     gc.freeze()
     limits = [(resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)]
     statm = Path("/proc/self/statm")

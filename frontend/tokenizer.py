@@ -6,7 +6,7 @@ It does not know requests; encoding blocks and belongs on a thread (see encode_p
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -66,6 +66,11 @@ class TextTokenizer:
             b"" if i in self._special else piece for i, piece in enumerate(self._pieces)
         ]
         self._single: dict[int, Piece] = {}
+
+    @property
+    def special_ids(self) -> Collection[int]:
+        """Tokens that are no text."""
+        return self._special
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids. Raises InvalidRequest for text that is not Unicode (lone surrogates)."""

@@ -44,6 +44,7 @@ def check_request(request: TextRequest, facts: EngineFacts, max_n: int) -> None:
     check_truncation(options)
     check_ids("stop_token_ids", options.stop_token_ids, facts.vocab_size)
     check_ids("logit_bias", options.sampling.logit_bias, facts.vocab_size)
+    check_ids("allowed_token_ids", options.sampling.allowed_token_ids, facts.vocab_size)
     for name, count in (
         (request.logprobs_param, options.logprobs),
         ("prompt_logprobs", options.prompt_logprobs),

@@ -35,7 +35,7 @@ class Tool(Body):
 
 
 class ToolChoice(Body):
-    """`tool_choice`; a call cannot be forced."""
+    """`tool_choice`; `any` and `tool` force a call."""
 
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None

@@ -24,6 +24,8 @@ def to_messages(turns: Sequence[Turn]) -> Messages:
                 messages[-1] |= {**message, "content": text}
             else:
                 messages.append(message)
+    if not messages:
+        raise InvalidRequest("messages have no content that is read here", param="messages")
     if messages[-1].get("tool_calls"):
         last = f"messages[{len(turns) - 1}]"
         raise InvalidRequest(

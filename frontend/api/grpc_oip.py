@@ -15,23 +15,19 @@ from frontend.api.finished import check_finished
 from frontend.api.grpc_text import TextServicer
 from frontend.api.oip import (
     EXTENSIONS,
-    NUMBERS,
     OUTPUTS,
     PLATFORM,
     TEXT_INPUTS,
     VERSIONS,
     Answer,
     Asked,
-    Tensor,
     check_outputs,
-    checked,
     counts,
     infer,
-    pack,
     served,
     to_asked,
-    unpack,
 )
+from frontend.api.oip_tensors import NUMBERS, Tensor, checked, pack, unpack
 from frontend.request import Ingress
 from frontend.validation import check_streamed
 from tidemill import __version__

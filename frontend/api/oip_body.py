@@ -14,7 +14,8 @@ from pydantic import Field, StrictInt, StrictStr
 from starlette.responses import Response
 
 from frontend.api.http import JsonResponse
-from frontend.api.oip import MAX_DIMENSIONS, VERSIONS, Answer, Tensor, checked, pack, unpack
+from frontend.api.oip import VERSIONS, Answer
+from frontend.api.oip_tensors import MAX_DIMENSIONS, Tensor, checked, pack, unpack
 from frontend.api.openai_request import parse
 from frontend.api.openai_schema import Body
 from tidemill.runtime.errors import InvalidRequest

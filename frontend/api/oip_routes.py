@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -19,6 +19,7 @@ from frontend.api.oip import (
     PLATFORM,
     TEXT_INPUTS,
     VERSIONS,
+    flag,
     infer,
     served,
     to_asked,
@@ -29,6 +30,7 @@ from frontend.api.openai_request import parse
 from frontend.api.sse import EventStream, event
 from frontend.choice import TextLogprob
 from frontend.desk import FrontDesk
+from frontend.generation import Generation
 from frontend.request import Ingress, TextRequest
 from frontend.validation import check_streamed
 from tidemill import __version__
@@ -122,9 +124,7 @@ def metadata(name: str) -> dict[str, Any]:
 
 def _wanted(body: GenerateBody, name: str) -> tuple[TextRequest, bool]:
     parameters = (body.model_extra or {}) | (body.parameters or {})
-    if "exclude_input_in_output" in parameters:
-        parameters["echo"] = not parameters.pop("exclude_input_in_output")
-    details = bool(parameters.pop("details", False))
+    details = bool(flag(parameters, "details"))
     wanted = to_request(name, [body.text_input], parameters, logprobs=details)
     if wanted.options.n != 1:
         raise Unsupported("n: generate answers with one text; use infer", param="n")
@@ -139,7 +139,7 @@ async def _generate(
     check_finished(result.finish_reason)
     answer = _head(generation.called, body) | {"text_output": result.text}
     if details:
-        tokens = [_token(one) for one in result.logprobs]
+        tokens = _tokens(result.logprobs, generation)
         reason = _reason(result.finish_reason, result.stop_reason)
         answer["details"] = {"finish_reason": reason, "logprobs": tokens}
     return answer
@@ -153,11 +153,11 @@ async def _stream(
         async for news in generation.deltas():
             for delta in news:
                 check_finished(delta.finish_reason or "")
-                if not (delta.text or delta.finish_reason):
+                if not (delta.text or delta.finish_reason or (details and delta.logprobs)):
                     continue
                 chunk = head | {"text_output": delta.text}
                 if details:
-                    tokens = [_token(one) for one in delta.logprobs]
+                    tokens = _tokens(delta.logprobs, generation)
                     reason = _reason(delta.finish_reason, delta.stop_reason)
                     last = tokens[-1] if tokens else None
                     chunk["details"] = {
@@ -178,13 +178,17 @@ def _reason(finish_reason: str | None, stop_reason: object) -> str | None:
     return "eos_token" if stop_reason is None else "stop_sequence"
 
 
-def _token(entry: TextLogprob) -> dict[str, Any]:
-    return {
-        "id": entry.token_id,
-        "text": entry.token,
-        "logprob": entry.logprob,
-        "special": entry.content == b"",
-    }
+def _tokens(entries: Sequence[TextLogprob], generation: Generation) -> list[dict[str, Any]]:
+    special = generation.model.tokenizer.special_ids
+    return [
+        {
+            "id": entry.token_id,
+            "text": entry.token,
+            "logprob": entry.logprob,
+            "special": entry.token_id in special,
+        }
+        for entry in entries
+    ]
 
 
 def _end(error: ServiceError | None) -> bytes:

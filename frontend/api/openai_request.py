@@ -255,7 +255,9 @@ def to_text(parts: list[dict[str, Any]], param: str) -> str:
     return "\n".join(_part_text(part, param) for part in parts)
 
 
-def _part_text(part: dict[str, Any], param: str) -> str:
+def _part_text(part: object, param: str) -> str:
+    if not isinstance(part, dict):
+        raise InvalidRequest(f"{param}: a content part must be an object", param=param)
     kind = part.get("type", "text")
     if kind not in ("text", "input_text"):
         raise Unsupported(f"content parts of type {kind!r} are not served yet", param=param)

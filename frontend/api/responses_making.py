@@ -5,6 +5,7 @@ It does not know routes.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -212,6 +213,11 @@ class Responses:
         except Exception as failure:
             if not work.draft.is_settled:
                 log.add(stream.end(to_service_error(failure, request)))
+        except asyncio.CancelledError:
+            if not work.draft.is_settled:
+                work.draft.cancel()
+            log.add(stream.stopped())
+            raise
         finally:
             log.close()
 

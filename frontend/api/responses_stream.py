@@ -48,6 +48,10 @@ class ResponseStream:
         self._keep()
         return self._response("failed")
 
+    def stopped(self) -> bytes:
+        """The last event of one that its client has cancelled, or deleted."""
+        return self._response(self._draft.status)
+
     def _response(self, what: str) -> bytes:
         return self._event(f"response.{what}", response=self._draft.to_json())
 

@@ -101,8 +101,9 @@ def _allowed(
     named = choice.get("tools")
     listed = named if isinstance(named, list) else []
     names = [one.get("name") if isinstance(one, dict) else None for one in listed]
-    known = {tool.function.name for tool in tools}
-    if choice.get("mode") not in _MODES or not names or not known.issuperset(names):
+    known = [tool.function.name for tool in tools]
+    is_known = all(name in known for name in names)
+    if choice.get("mode") not in _MODES or not names or not is_known:
         raise InvalidRequest(
             f"tool_choice: allowed_tools needs a mode ({' or '.join(_MODES)}) and tools, each the "
             "name of one that is offered",

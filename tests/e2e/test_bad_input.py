@@ -55,6 +55,8 @@ HTTP: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "unserved": ({"typical_p": 0.5}, 400, "typical_p", "is not served.*leave it out"),
     "bad_words": ({"bad_words": [""]}, 400, "bad_words", "0 characters; it must have 1 to"),
     "allowed ids": ({"allowed_token_ids": [999]}, 400, "allowed_token_ids", "token id 999;.* in"),
+    "no such ids": ({"allowed_token_ids": [-1]}, 400, "allowed_token_ids", "token id -1;.* in"),
+    "wide ids": ({"allowed_token_ids": [2**40]}, 400, "allowed_token_ids", r"id 1099511627776"),
     "no ids": ({"allowed_token_ids": []}, 400, "allowed_token_ids", "at least 1"),
     "no schema": ({"guided_json": {"type": "x"}}, 400, "guided_json", "not compile: Invalid type"),
     "no gaps": ({"suffix": "b"}, 400, "suffix", "needs a diffusion model.*leave it out"),

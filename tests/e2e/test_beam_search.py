@@ -104,6 +104,30 @@ async def test_what_a_search_cannot_be(faces: Faces, fields: dict[str, Any], par
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({}, None),
+    ],
+)
+async def test_a_search_is_held_to_no_call(
+    faces: Faces, fields: dict[str, Any], param: str | None
+) -> None:
+    """A call that is forced is a grammar; one that is merely offered is not."""
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "use_beam_search": True,
+        "max_tokens": 4,
+        **fields,
+    }
+    answer = await faces.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == (200 if param is None else 400), answer.text
+    assert param is None or answer.json()["error"]["param"] == param
+
+
 async def test_a_stream_over_grpc_is_refused(faces: Faces) -> None:
     request = pb.GenerateStreamRequest(prompt={"text": "a"}, options={"beam_search": {"width": 2}})
     with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -14,6 +14,7 @@ import grpc
 import openai
 import pytest
 
+from frontend.validation import MAX_PROMPTS
 from tests.service.fake_engine import POOLED, pooled
 from tests.service.frontends import Stack, stack
 from tests.waiting import until
@@ -226,6 +227,19 @@ async def test_ranks_are_best_first(tmp_path: Path) -> None:
         body |= {"top_n": 1, "return_documents": False}
         answer = (await http.post("/v1/rerank", json=body)).json()
         assert [set(one) for one in answer["results"]] == [{"index", "relevance_score"}]
+
+
+async def test_as_many_documents_and_pairs_as_are_promised(tmp_path: Path) -> None:
+    """Their query is a text of its own, and each pair may be two."""
+    texts = [f"{number:04}" for number in range(2 * MAX_PROMPTS)]
+    async with stack(tmp_path) as served, served.http() as http:
+        body: dict[str, Any] = {"query": "tide", "documents": texts[:MAX_PROMPTS]}
+        assert len((await http.post("/v1/rerank", json=body)).json()["results"]) == MAX_PROMPTS
+        body["documents"].append("one more")
+        answer = await http.post("/v1/rerank", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "documents")
+        pairs = {"text_1": texts[:MAX_PROMPTS], "text_2": texts[MAX_PROMPTS:]}
+        assert len((await http.post("/v1/score", json=pairs)).json()["data"]) == MAX_PROMPTS
 
 
 async def test_a_cross_encoder_reads_pairs(tmp_path: Path) -> None:

@@ -195,6 +195,19 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
         "messages[0] calls tools",
     ),
     "a result": ({"messages": [{"role": "user", "content": [RESULT]}]}, 400, "tool_use_id 't'"),
+    "a result of strings": (
+        {"messages": [
+            {"role": "assistant", "content": [CALL]},
+            {"role": "user", "content": [{**RESULT, "content": ["x"]}]},
+        ]},
+        400,
+        "messages[1].content: a content part must be an object",
+    ),
+    "sealed thoughts alone": (
+        {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]},
+        400,
+        "messages have no content",
+    ),
     "a call without a name": (
         {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "t"}]}]},
         400,

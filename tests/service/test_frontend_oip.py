@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from frontend.api.grpc_oip import OipServicer
-from frontend.api.oip import unpack
+from frontend.api.oip_tensors import unpack
 from tests.service.frontends import Stack, stack
 from tests.waiting import until
 from tidemill.oip import open_inference_pb2 as pb
@@ -196,6 +196,37 @@ async def test_generate_stream(http: httpx.AsyncClient) -> None:
     assert "".join(one["text_output"] for one in events) == "ababa"
     refused = await http.post(f"{GENERATE}_stream", json={"text_input": "", "parameters": {}})
     assert refused.status_code == 400
+
+
+async def test_details_of_a_stream_leave_out_no_token(http: httpx.AsyncClient) -> None:
+    """Also of text that is held back, because it may be the beginning of a stop string."""
+    wanted = {"max_tokens": 7, "stop": ["bX"], "details": True}
+    asked = {"text_input": "ab<|user|>", "parameters": wanted}
+    answer = await http.post(f"{GENERATE}_stream", json=asked)
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
+    streamed = [token for one in events for token in one["details"]["logprobs"]]
+    whole = (await http.post(GENERATE, json=asked)).json()["details"]["logprobs"]
+    assert streamed == whole
+    assert [one["special"] for one in whole] == [False, False, True] * 2 + [False]
+
+
+@pytest.mark.parametrize("name", ["details", "exclude_input_in_output"])
+async def test_flags_are_true_or_false(http: httpx.AsyncClient, name: str) -> None:
+
+    async def ask(**given: object) -> dict[str, Any]:
+        asked = {"text_input": "ab", "parameters": {"max_tokens": 3, **given}}
+        return dict((await http.post(GENERATE, json=asked)).json())
+
+    for wrong in ("no", "false", 2, [], {}):
+        assert (await ask(**{name: wrong}))["error"].startswith(f"{name} is ")
+    default = name != "details"
+    assert await ask(**{name: None}) == await ask(**{name: default}) == await ask()
+    assert await ask(**{name: not default}) != await ask()
+
+
+async def test_the_prompt_may_stand_in_front_by_a_parameter_too(http: httpx.AsyncClient) -> None:
+    fields = body(text("ab"), parameters={"max_tokens": 3, "exclude_input_in_output": False})
+    assert (await outputs(http, **fields))["text_output"]["data"] == ["ababa"]
 
 
 # ---------------------------------------------------------------- gRPC

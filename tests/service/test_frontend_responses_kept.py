@@ -138,11 +138,14 @@ async def test_an_end_from_outside_ends_the_events(tmp_path: Path, verb: str) ->
         name = (await anext(stream)).response.id
         await until(lambda: served.engine.live == 1)
         await getattr(client.responses, verb)(name)
-        last = [event.type async for event in stream][-1]
-        assert last in ("response.queued", "response.in_progress", "response.output_text.delta")
+        last = [event async for event in stream][-1]
+        assert (last.type, last.response["status"]) == ("response.cancelled", "cancelled")
         await until(lambda: served.engine.live == 0)
         if verb == "cancel":
-            assert (await read(raw, name))[-1]["type"] == last
+            events = await read(raw, name)
+            assert events[-1]["response"]["id"] == name
+            assert [event["sequence_number"] for event in events] == list(range(len(events)))
+            assert [event["type"] for event in events].count("response.cancelled") == 1
         else:
             assert (await raw.get(f"/v1/responses/{name}?stream=true")).status_code == 404
 

@@ -179,3 +179,16 @@ async def test_a_forced_call_is_an_item(tmp_path: Path) -> None:
         wanted["input"] = '{"a": "é\\n"}<|eos|>'
         found = await client.responses.create(**wanted, tool_choice=named)
         assert shown(found) == [("function_call", "f", CALLS[1])]
+
+
+@pytest.mark.parametrize("name", [None, 5, [], {}, "h"])
+async def test_allowed_tools_are_those_that_are_offered(tmp_path: Path, name: object) -> None:
+    choice = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": name}],
+    }
+    async with sdk(tmp_path) as (served, _), served.http() as http:
+        body = {"model": "fake", "input": "a", "tools": TOOLS, "tool_choice": choice}
+        answer = await http.post("/v1/responses", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")

@@ -129,6 +129,9 @@ def test_line_ends_of_glm_may_be_missing(grammars: LlGrammars) -> None:
         ({"properties": {"a": {"type": "string", "pattern": "x"}}}, "pattern of 'a' of 'f'"),
         ({"properties": {"a": {"enum": ["x", 1]}}}, "chosen of texts and other values"),
         ({"anyOf": [{"type": "object"}]}, "must be a plain object"),
+        ({"properties": {"a": {}}, "required": None}, "`required` of 'f' must be a list"),
+        ({"properties": {"a": {}}, "required": "a"}, "`required` of 'f' must be a list"),
+        ({"properties": {"a": {"type": "string", "enum": 5}}}, "`enum` of 'a' of 'f' must be"),
     ],
 )
 def test_what_cannot_be_held_is_refused(name: str, schema: dict[str, Any], words: str) -> None:

@@ -77,6 +77,22 @@ async def test_a_hostile_template_is_refused_and_its_neighbours_are_served(what:
         assert len(caught.value.message) < 1100
 
 
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('Roles must alternate') }}", "TemplateError: Roles must alternate"),
+        ("{{ messages[0].nothing.at_all }}", "UndefinedError: .* has no attribute 'nothing'"),
+        ("{{ 1 + 'a' }}", "TypeError: unsupported operand"),
+        ("{{ messages | no_such_filter }}", "TemplateAssertionError: .*no_such_filter"),
+    ],
+)
+async def test_a_template_says_itself_why_it_refuses(source: str, words: str) -> None:
+    """Its process opens no file, and the library loads what tells of errors with the first one."""
+    async with pool_of(ChatTemplate(source, {})) as pool:
+        with pytest.raises(InvalidRequest, match=words):
+            await pool.render(chat("a"))
+
+
 async def test_neighbours_do_not_wait_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who come when it is known to hang go to another worker at once.
 
