@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -231,6 +232,13 @@ class PoolWalk:
         if num_shown := self._desk.config.log_prompts:
             beside["prompts"] = " | ".join(str(one)[:num_shown] for one in self._request.inputs)
         return beside
+
+
+def pairs_of(query: str, documents: Iterable[str]) -> tuple[TextPair, ...]:
+    """A query with each of the documents. Raises InvalidRequest for an empty one."""
+    if not query:
+        raise InvalidRequest("query is empty; it needs at least one character", param="query")
+    return tuple(TextPair(query, document) for document in documents)
 
 
 async def score_pairs(desk: FrontDesk, request: PoolRequest, ingress: Ingress) -> PoolResult:

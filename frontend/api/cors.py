@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from frontend.config import FrontendConfig
@@ -21,17 +22,26 @@ _READABLE = (
     ),
 )
 """Of an answer's headers, beside those that pages may always read."""
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
+"""As browsers send it (RFC 6454): without a path, in small letters."""
 
 
 def cors_options(config: FrontendConfig) -> dict[str, Any] | None:
     """Arguments of CORSMiddleware; None: pages of other origins are not served.
 
-    Warns of origins that anybody has. Raises InvalidRequest for any origin with credentials: it
-    would let every page of the web act for whoever looks at it.
+    Warns of origins that anybody has. Raises InvalidRequest for what is no origin, and for any
+    origin with credentials: it would let every page of the web act for whoever looks at it.
     """
     origins = _listed(config.cors_origins)
     if not origins:
         return None
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise InvalidRequest(
+                f"cors_origins has {origin!r}, which no page is of; an origin is a scheme, a host "
+                "and maybe a port, as https://app.example or http://localhost:3000, or * for all",
+                param="cors_origins",
+            )
     if "*" in origins:
         if config.cors_credentials:
             raise InvalidRequest(

@@ -10,7 +10,7 @@ from typing import Any
 from frontend.api.grpc_text_convert import Metadata, priority_of, usage_message
 from frontend.api.rerank import best_first
 from frontend.desk import FrontDesk
-from frontend.pooling import PoolResult, PoolWalk, score_pairs
+from frontend.pooling import PoolResult, PoolWalk, pairs_of, score_pairs
 from frontend.request import Ingress, PoolInput, PoolRequest, TextPair
 from tidemill.v1 import text_pb2 as pb
 
@@ -83,7 +83,7 @@ def to_score_request(request: pb.ScoreRequest, metadata: Metadata) -> PoolReques
 
 def to_rerank_request(request: pb.RerankRequest, metadata: Metadata) -> PoolRequest:
     """The request behind Rerank; `top_n` shapes the answer only."""
-    pairs = tuple(TextPair(request.query, document) for document in request.documents)
+    pairs = pairs_of(request.query, request.documents)
     return PoolRequest(inputs=pairs, param="documents", **_common(request, metadata))
 
 

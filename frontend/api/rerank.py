@@ -17,7 +17,7 @@ from frontend.api.http import JsonResponse, unless_gone
 from frontend.api.openai_request import parse
 from frontend.api.openai_schema import Body
 from frontend.desk import FrontDesk
-from frontend.pooling import score_pairs
+from frontend.pooling import pairs_of, score_pairs
 from frontend.request import PoolRequest, TextPair
 from frontend.validation import MAX_PROMPTS
 from tidemill.runtime.errors import InvalidRequest
@@ -79,7 +79,7 @@ def rerank_routes(desk: FrontDesk) -> APIRouter:
 
 async def _rank(desk: FrontDesk, body: RerankBody, request: Request) -> Response:
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
-    pairs = tuple(TextPair(body.query, text) for text in texts)
+    pairs = pairs_of(body.query, texts)
     asked = PoolRequest(inputs=pairs, param="documents", **common(body))
     ingress = request.state.ingress
     work = score_pairs(desk, asked, ingress)

@@ -127,6 +127,8 @@ async def test_inputs_are_truncated_only_when_asked(tmp_path: Path) -> None:
         ("embeddings", {"input": "a", "messages": [{}]}, "messages"),
         ("embeddings", {"input": "a", "temperature": 1.0}, "temperature"),
         ("rerank", {"query": "a", "documents": []}, "documents"),
+        ("rerank", {"query": "", "documents": ["b"]}, "query"),
+        ("rerank", {"query": "a", "documents": [""]}, "documents"),
         ("rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("rerank", {"query": "a", "documents": ["b"], "rank_fields": ["t"]}, "rank_fields"),
         ("score", {"text_1": "a", "text_2": []}, "text_2"),

@@ -147,6 +147,8 @@ def test_ten_thousand_addresses_at_one_gate() -> None:
         ({"ip_requests_per_minute": -1}, "ip_requests_per_minute"),
         ({"key_tokens_per_minute": 5}, "need keys"),
         ({"cors_origins": "*", "cors_credentials": True}, "cors_credentials"),
+        ({"cors_origins": "https://a.example, b.example"}, "'b.example', which no page is of"),
+        ({"cors_origins": "https://a.example/"}, "'https://a.example/'"),
     ],
 )
 async def test_settings_that_do_not_fit_end_the_start(flags: Any, named: str) -> None:
