@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import MISSING
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 from engine_service.config import EngineConfig
 from frontend.config import FrontendConfig
@@ -22,8 +23,8 @@ Switches are turned off with `--no-<name>`; `none` unsets an optional value; obj
 An unknown flag or key is an error, and an empty variable counts as unset. `--print-config` shows
 the result in a form that `--config` reads.
 
-`tidemill serve` takes the flags of both services and its own, except `--engine` and
-`--connect-timeout-s`; a flag that both have is given once. (Kubernetes: set
+`tidemill serve` takes the flags of both services and its own, except `--engine`,
+`--engine-tls-*` and `--connect-timeout-s`; a flag that both have is given once. (Kubernetes: set
 `enableServiceLinks: false`, because a Service named `tidemill-engine` would otherwise define
 `TIDEMILL_ENGINE_PORT`.)
 """
@@ -38,15 +39,19 @@ def main(path: Path) -> None:
 
 def _section(kind: type) -> str:
     rows = [
-        f"| `{options.flag_of(name)}` | {_default(setting)} | {_cell(setting.doc)} |"
+        f"| `{options.flag_of(name)}` | {_default(setting)} | {_cell(setting)} |"
         for name, setting in options.settings_of(kind).items()
     ]
     head = f"## {kind.__name__}\n\n{(kind.__doc__ or '').strip()}\n\n| flag | default | meaning |"
     return "\n".join([head, "|---|---|---|", *rows, ""])
 
 
-def _cell(text: str) -> str:
-    """A row of a table is one line, and bars part its cells."""
+def _cell(setting: options.Setting) -> str:
+    """What it means, and what there is to choose from. A row of a table is one line, and bars part
+    its cells."""
+    text = setting.doc
+    if get_origin(setting.hint) is Literal:
+        text += f" One of {', '.join(f'`{word}`' for word in get_args(setting.hint))}."
     return " ".join(text.split()).replace("|", "\\|")
 
 

@@ -26,7 +26,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "run-batch": "ask a running server what a file of OpenAI batch lines asks",
         "shard": "cut a checkpoint for a number of GPUs ahead of time: tidemill shard MODEL OUTPUT",
         "key": "make an API key for a frontend: tidemill key new NAME",
-        "bench": "measure: throughput, latency, batching, steps, kernels, quality, stack",
+        "bench": "measure: throughput, latency, online, serve, kernels, quality and more",
         "collect-env": "print what a bug report needs",
     }
 )

@@ -8,19 +8,13 @@ from typing import Any
 from engine_service import limits
 from engine_service.config import EngineConfig
 from engine_service.model_folder import check_model
+from tidemill.bench.engines import NOT_MEASURED
 from tidemill.commands.foreign_flags import ADVICE
 from tidemill.commands.spellings import SPELLINGS
 from tidemill.runtime import options
 
-_SERVER_ONLY = (
-    "host",
-    "engine_port",
-    "reflection",
-    "max_message_bytes",
-    "drain_timeout_s",
-    "otlp_endpoint",
-    "log_level",
-)
+_OF_SERVICES = NOT_MEASURED - {"prefix_caching", "tokenizer"}
+"""Flags of the engine that mean nothing where nobody is served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
         advice=ADVICE,
         spellings=SPELLINGS,
         positional="model",
-        hidden=_SERVER_ONLY,
+        hidden=_OF_SERVICES,
         check=lambda config, _: limits.check(config),
     )
     check_model(engine.model)
