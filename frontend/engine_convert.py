@@ -156,7 +156,7 @@ def to_finish(finish: pb.Finish) -> Finish:
     """A finish; an unknown reason raises ValueError."""
     usage, timings = finish.usage, finish.timings
     return Finish(
-        reason=FinishReason(finish.reason),
+        reason=FinishReason.DEAD_END if finish.dead_end else FinishReason(finish.reason),
         stop_token_id=finish.stop_token_id if finish.HasField("stop_token_id") else None,
         detail=finish.detail,
         usage=Usage(

@@ -16,7 +16,7 @@ from tidemill.structured import Constraint
 
 
 class FinishReason(IntEnum):
-    """Numbers equal those of tidemill.v1.FinishReason."""
+    """Numbers equal those of tidemill.v1.FinishReason, but for DEAD_END, an ERROR there."""
 
     STOP_TOKEN = 1
     STOP_SEQUENCE = 2

@@ -26,7 +26,7 @@ from tidemill.runtime.errors import ServiceError
 
 
 class FinishReason(IntEnum):
-    """Numbers equal those of tidemill.v1.FinishReason."""
+    """Numbers equal those of tidemill.v1.FinishReason, but for what that tells as an ERROR."""
 
     STOP_TOKEN = 1
     STOP_SEQUENCE = 2
@@ -36,7 +36,8 @@ class FinishReason(IntEnum):
     DEADLINE = 6
     ERROR = 7
     DEAD_END = 8
-    """Nothing that the request allows can follow what it has."""
+    """Nothing that the request allows can follow what it has. On the wire an ERROR, with
+    `dead_end`: frontends that are older know no such reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

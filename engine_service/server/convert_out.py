@@ -170,8 +170,11 @@ def pack(token_ids: Sequence[int]) -> bytes:
 
 def _finish(finish: core.Finish) -> pb.Finish:
     times = finish.timings
+    is_dead_end = finish.reason is core.FinishReason.DEAD_END
+    reason = core.FinishReason.ERROR if is_dead_end else finish.reason
     return pb.Finish(
-        reason=int(finish.reason),  # type: ignore[arg-type]
+        reason=int(reason),  # type: ignore[arg-type]
+        dead_end=is_dead_end,
         stop_token_id=finish.stop_token_id,
         detail=finish.detail,
         usage=pb.Usage(**finish.usage._asdict()),

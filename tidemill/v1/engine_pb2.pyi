@@ -18,7 +18,6 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_ABORTED: _ClassVar[FinishReason]
     FINISH_REASON_DEADLINE: _ClassVar[FinishReason]
     FINISH_REASON_ERROR: _ClassVar[FinishReason]
-    FINISH_REASON_DEAD_END: _ClassVar[FinishReason]
 
 class PoolTask(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -73,7 +72,6 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORTED: FinishReason
 FINISH_REASON_DEADLINE: FinishReason
 FINISH_REASON_ERROR: FinishReason
-FINISH_REASON_DEAD_END: FinishReason
 POOL_TASK_UNSPECIFIED: PoolTask
 POOL_TASK_EMBED: PoolTask
 POOL_TASK_CLASSIFY: PoolTask
@@ -449,18 +447,20 @@ class FinishedRow(_message.Message):
     def __init__(self, row: _Optional[int] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "stop_token_id", "detail", "usage", "timings")
+    __slots__ = ("reason", "stop_token_id", "detail", "usage", "timings", "dead_end")
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    DEAD_END_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     stop_token_id: int
     detail: str
     usage: Usage
     timings: Timings
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., detail: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+    dead_end: bool
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., detail: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., dead_end: _Optional[bool] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "reasoning_tokens", "forward_passes", "denoise_steps", "preemptions")
