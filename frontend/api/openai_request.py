@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import orjson
@@ -25,6 +27,10 @@ from tidemill.nesting import MAX_DEPTH, is_too_deep
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 Parsed = TypeVar("Parsed", bound=Body)
+_TEXTS: Mapping[str, str] = MappingProxyType(
+    {"text": "text", "input_text": "text", "refusal": "refusal"}
+)
+"""Kinds of content parts that are served, and the field of their text."""
 
 
 def parse(body: bytes, kind: type[Parsed]) -> Parsed:
@@ -259,11 +265,12 @@ def _part_text(part: object, param: str) -> str:
     if not isinstance(part, dict):
         raise InvalidRequest(f"{param}: a content part must be an object", param=param)
     kind = part.get("type", "text")
-    if kind not in ("text", "input_text"):
+    field = _TEXTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
         raise Unsupported(f"content parts of type {kind!r} are not served yet", param=param)
-    text = part.get("text")
+    text = part.get(field)
     if not isinstance(text, str):
-        raise InvalidRequest(f"{param}: a text part needs a string in `text`", param=param)
+        raise InvalidRequest(f"{param}: a {kind} part needs a string in `{field}`", param=param)
     return text
 
 

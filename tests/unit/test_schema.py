@@ -216,6 +216,15 @@ def test_text_parts_are_joined_and_other_parts_refused() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     (prompt,) = chat(messages=[{"role": "user", "content": parts}]).prompts
     assert prompt == Chat(messages=[{"role": "user", "content": "a\nb"}])
+    said = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "No."}]
+    (prompt,) = chat(messages=[{"role": "assistant", "content": said}]).prompts
+    assert prompt == Chat(messages=[{"role": "assistant", "content": "a\nNo."}])
+    for wrong in ({"type": "refusal"}, {"type": "text", "text": 5}, "a"):
+        with pytest.raises(InvalidRequest, match="content"):
+            chat(messages=[{"role": "user", "content": [wrong]}])
+    for kind in ([], 5):
+        with pytest.raises(Unsupported, match="of type"):
+            chat(messages=[{"role": "user", "content": [{"type": kind}]}])
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
     with pytest.raises(Unsupported, match="image_url"):
         chat(messages=[{"role": "user", "content": image}])
