@@ -174,8 +174,8 @@ class CoreLoop:
                     if not self._preparing.abort(command):
                         self._scheduler.abort(command)
                 case Ask():
-                    if command.control == Pause(PauseMode.ABORT):
-                        self._refuse_prepared(Unavailable(PAUSED, reason="PAUSED"))
+                    if isinstance(command.control, Pause):
+                        self._pause_prepared(command.control.mode)
                     self._controls.take(command)
                 case SetTracing():
                     if self._watch is not None:
@@ -201,6 +201,10 @@ class CoreLoop:
             self._submit(submit)
         else:
             self._preparing.add(submit, job)
+
+    def _pause_prepared(self, mode: PauseMode) -> None:
+        if mode is PauseMode.ABORT:
+            self._refuse_prepared(Unavailable(PAUSED, reason="PAUSED"))
 
     def _refuse_prepared(self, why: ServiceError) -> None:
         for submit, *_ in self._preparing.take(0, all_of_them=True):

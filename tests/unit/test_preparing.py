@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine_service.core.control import Answer, Ask, Pause, PauseMode, Resume
+from engine_service.core.handoff import HasRoom
 from engine_service.core.loop import CoreLoop
 from engine_service.core.messages import Abort, FinishReason, Reject, Shutdown, StepOutput
 from engine_service.core.params import ConstraintSpec
@@ -109,6 +110,14 @@ def test_a_pause_that_ends_everything_ends_them() -> None:
     assert refused.reason == "PAUSED"
     assert [event.ticket for event in desk.wire.sent if isinstance(event, Answer)] == [9]
     desk.grammars.may_go.set()
+
+
+def test_what_only_looks_like_such_a_pause_ends_nothing() -> None:
+    """Named tuples of equal numbers are equal."""
+    assert HasRoom(1) == Pause(PauseMode.ABORT)
+    desk = Desk(submit(1, [1, 2], constraint=spec(4)), Ask(9, HasRoom(1)))
+    desk.grammars.may_go.set()
+    assert isinstance(desk.turn_until(1)[1], FinishReason)
 
 
 @pytest.mark.parametrize("mode", [PauseMode.WAIT, PauseMode.KEEP])
