@@ -22,7 +22,7 @@ _READABLE = (
     ),
 )
 """Of an answer's headers, beside those that pages may always read."""
-_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@*\sA-Z]+")
 """As browsers send it (RFC 6454): without a path, in small letters."""
 
 

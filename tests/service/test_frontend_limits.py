@@ -149,6 +149,8 @@ def test_ten_thousand_addresses_at_one_gate() -> None:
         ({"cors_origins": "*", "cors_credentials": True}, "cors_credentials"),
         ({"cors_origins": "https://a.example, b.example"}, "'b.example', which no page is of"),
         ({"cors_origins": "https://a.example/"}, "'https://a.example/'"),
+        ({"cors_origins": "https://A.example"}, "'https://A.example'"),
+        ({"cors_origins": "https://*.example"}, r"https://\*.example"),
     ],
 )
 async def test_settings_that_do_not_fit_end_the_start(flags: Any, named: str) -> None:
