@@ -151,11 +151,10 @@ async def measure(tmp_path: Path, rng: random.Random) -> Measured:
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.timeout(1200)
 async def test_twice_the_load_for_a_minute(tmp_path: Path, seed: int) -> None:
-    """Up to six times: half a second that goes to somebody else's program shows in a p99."""
+    """Up to three times: half a second that goes to somebody else's program shows in a p99."""
     rng = random.Random(seed)
-    for attempt in range(6):
+    for attempt in range(3):
         folder = tmp_path / str(attempt)
         folder.mkdir()
         seen = await measure(folder, rng)
