@@ -14,9 +14,8 @@ TIMEOUT_S = 120.0
 WITHIN_S = 30.0
 """Until a loss is told on a machine that is busy with other tests; nobody would hear of it at all
 without the watcher."""
-PROMISED_S = 6.5
-"""On one that is not: half a second in which all is well, the five that are promised, and one for a
-stopwatch, which does not stand still in quite the same moments as the ranks."""
+PROMISED_S = 5.5
+"""On one that is not: half a second in which all is well, and the five that are promised."""
 PROMISE = [pytest.mark.slow, pytest.mark.alone]
 TENSOR, STAGES = "tensor_parallel_size", "pipeline_parallel_size"
 SCRIPT = """

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.test_serve import assert_gone, serve
 from tests.service.engine_fixtures import spec
-from tests.service.test_ranks_watched import AWAKE_S
+from tests.service.test_ranks_watched import BOUND_S
 from tests.slow.test_torchrun import below, ready_stub, tokens
 from tests.waiting import PATIENCE_S, eventually, free_port, stopwatch
 from tidemill.v1 import engine_pb2 as pb
@@ -95,7 +95,7 @@ def test_an_engine_over_a_cluster_serves_ends_and_serves_again(
                 list(stream)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
             assert served.wait_end() == 1
-            assert awake_s() < AWAKE_S
+            assert awake_s() < BOUND_S
         assert "rank 1 on " in served.err
         assert_gone(everybody)
 

@@ -18,7 +18,7 @@ import pytest
 from tests.service.distant_ranks import TOKEN
 from tests.service.engine_fixtures import spec, unpack
 from tests.service.test_engine_ranks import children
-from tests.service.test_ranks_watched import AWAKE_S, ROOT, is_gone
+from tests.service.test_ranks_watched import BOUND_S, ROOT, is_gone
 from tests.waiting import eventually, free_port, stopwatch
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc
@@ -106,7 +106,7 @@ def test_two_launchers_serve_as_one_engine_and_end_together(tmp_path: Path) -> N
             with pytest.raises(grpc.RpcError) as caught:
                 list(call)
             eventually(lambda: all(map(is_gone, pids)), "a process is left")
-            assert awake_s() < AWAKE_S
+            assert awake_s() < BOUND_S
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
         assert "was killed by SIGKILL" in caught.value.details()  # type: ignore[attr-defined]
         assert all(host.wait(60) for host in hosts)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from engine_service.ranks.broadcast import _HEADER, Ended, Reader, SequenceGap, Wires, Writer
-from tests.waiting import PATIENCE_S, eventually
+from tests.waiting import eventually
 
 RING = 4096
 SIZES = (0, 1, 100, RING - 17, RING - 16, RING - 15, RING, RING + 1, 3 * RING, 10 * RING)
@@ -112,7 +112,7 @@ def test_a_writer_does_not_wait_for_a_reader_that_is_known_to_be_dead() -> None:
         threading.Timer(0.2, dead.set).start()
         with pytest.raises(Gone):
             writer.send(bytes(3 * RING))
-        assert 0.15 < time.monotonic() - began < PATIENCE_S
+        assert 0.15 < time.monotonic() - began < 5.0
 
 
 def test_a_reader_that_waits_long_is_woken() -> None:
