@@ -34,6 +34,8 @@ from tidemill.v1 import engine_pb2 as pb
 
 FEATURES = ("coalescing", "canvas", "load-report")
 _STEP_BYTES = 4 << 20
+_ROW_BYTES = 256
+"""Of a row in a step beside its tokens, at most, where nothing sparse is told of it."""
 
 # ---------------------------------------------------------------- session frames
 
@@ -64,8 +66,9 @@ def limits(facts: EngineFacts, max_bytes: int) -> pb.EngineLimits:
     )
 
 
-def step_frames(rows: StepRows) -> Iterator[pb.SessionResponse]:
-    """One frame, or several where one would be larger than 4 MiB."""
+def step_frames(rows: StepRows, max_bytes: int = _STEP_BYTES) -> Iterator[pb.SessionResponse]:
+    """One frame, or several where one would be larger than 4 MiB or `max_bytes`. What one row says
+    of one token is never cut."""
     frame = pb.SessionResponse(
         step=pb.Step(
             step_seq=rows.seq,
@@ -85,9 +88,11 @@ def step_frames(rows: StepRows) -> Iterator[pb.SessionResponse]:
     for row, start, canvas in rows.canvas:
         step.canvas.append(_canvas(row, start, canvas))
     sparse = rows.logprobs or rows.prompt_logprobs or rows.canvas
-    if (sparse or len(rows.token_ids) > _STEP_BYTES // 4) and frame.ByteSize() > _STEP_BYTES:
-        for half in halves(rows):
-            yield from step_frames(half)
+    most = min(max_bytes, _STEP_BYTES)
+    least = len(rows.token_ids) + _ROW_BYTES * len(rows.handles)
+    if (sparse or least > most) and frame.ByteSize() > most and (cut := _halves(rows)):
+        for half in cut:
+            yield from step_frames(half, max_bytes)
     else:
         yield frame
 
@@ -114,15 +119,22 @@ def notice_frame(notice: Notice) -> pb.SessionResponse:
             return pb.SessionResponse(draining=pb.Draining(deadline_ms=notice.deadline_ms))
 
 
-def responses(rows: StepRows) -> Iterator[pb.GenerateResponse]:
+def responses(rows: StepRows, max_bytes: int = _STEP_BYTES) -> Iterator[pb.GenerateResponse]:
     """The same rows for a Generate stream, where a handle is the index of a choice: a message for
-    each, or several where one would be larger than 4 MiB."""
+    each, or several where one would be larger than 4 MiB or `max_bytes`."""
     answers = _responses(rows)
-    if any(answer.ByteSize() > _STEP_BYTES for answer in answers):
-        for half in halves(rows):
-            yield from responses(half)
+    most = min(max_bytes, _STEP_BYTES)
+    if any(answer.ByteSize() > most for answer in answers) and (cut := _halves(rows)):
+        for half in cut:
+            yield from responses(half, max_bytes)
     else:
         yield from answers
+
+
+def _halves(rows: StepRows) -> tuple[StepRows, ...]:
+    """Nothing where one of them would be the whole again."""
+    cut = halves(rows)
+    return () if rows in cut else cut
 
 
 def _responses(rows: StepRows) -> list[pb.GenerateResponse]:

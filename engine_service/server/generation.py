@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from engine_service.core.messages import Abort, FinishReason, Submit
@@ -42,7 +43,8 @@ class Generation:
         with self._desk.admitting(SPAN, trace):
             self._desk.check_open()
             submits = to_choices(request, self._stream.time_remaining())
-        await self.serve(submits, trace, responses)
+        most = self._desk.config.max_message_bytes
+        await self.serve(submits, trace, partial(responses, max_bytes=most))
 
     async def serve(
         self,

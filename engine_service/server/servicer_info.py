@@ -38,7 +38,7 @@ class InfoServicer(engine_pb2_grpc.EngineInfoServiceServicer):
         async with answering(context):
             found = self._desk.open_tokenizer()
             await context.write(convert_out.manifest(found.sha256, found.files))
-            chunks = found.chunks()
+            chunks = found.chunks(self._desk.config.max_message_bytes)
             while (piece := await asyncio.to_thread(next, chunks, None)) is not None:
                 await context.write(convert_out.chunk(*piece))
 

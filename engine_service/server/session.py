@@ -138,11 +138,11 @@ class Session:
 
     async def _write(self) -> None:
         """The only writer of the stream; ends when the outlet is closed and empty."""
-        write = self._stream.write
+        write, most = self._stream.write, self._desk.config.max_message_bytes
         while items := await self._outlet.take():
             for item in items:
                 if isinstance(item, StepRows):
-                    for frame in step_frames(item):
+                    for frame in step_frames(item, most):
                         await write(frame)
                 else:
                     await write(notice_frame(item))

@@ -40,11 +40,13 @@ class TokenizerFiles:
     files: tuple[tuple[str, int], ...]
     sha256: str
 
-    def chunks(self) -> Iterator[tuple[int, bytes]]:
-        """(index of the file, at most 256 KiB) in order. Blocking: it reads the disk."""
+    def chunks(self, max_message_bytes: int) -> Iterator[tuple[int, bytes]]:
+        """(index of the file, at most 256 KiB and half a message) in order. Blocking: it reads the
+        disk."""
+        size = max(1, min(CHUNK_BYTES, max_message_bytes // 2))
         for index, (name, _) in enumerate(self.files):
             with (self.folder / name).open("rb") as file:
-                while content := file.read(CHUNK_BYTES):
+                while content := file.read(size):
                     yield index, content
 
 

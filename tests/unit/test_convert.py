@@ -264,6 +264,34 @@ def test_large_steps_are_split() -> None:
     assert len(logged) == 100_000
 
 
+@pytest.mark.parametrize("max_bytes", [300, 4096, 64 << 10])
+def test_steps_and_responses_fit_a_smaller_limit(max_bytes: int) -> None:
+    rows = step(1, {handle: [7] * 5000 for handle in (1, 2)}, (2,))
+    frames = list(step_frames(rows, max_bytes))
+    assert max(frame.ByteSize() for frame in frames) <= max_bytes
+    assert sum(sum(frame.step.counts) for frame in frames) == 10_000
+    assert sum(len(frame.step.finished) for frame in frames) == 1
+    answers = list(responses(step(1, {0: [7] * 5000}, (0,)), max_bytes))
+    assert max(one.ByteSize() for one in answers) <= max_bytes
+    assert b"".join(one.token_ids for one in answers) == pack([7] * 5000)
+
+
+def test_many_rows_that_end_fit_a_smaller_limit() -> None:
+    """Their finishes are more than their tokens."""
+    rows = step(1, {handle: [7] for handle in range(200)}, tuple(range(200)))
+    rows = rows._replace(logprobs=[], prompt_logprobs=[], canvas=[])
+    frames = list(step_frames(rows, 8192))
+    assert max(frame.ByteSize() for frame in frames) <= 8192
+    assert sum(len(frame.step.finished) for frame in frames) == 200
+
+
+def test_what_cannot_be_cut_is_sent_whole() -> None:
+    for rows in (step(1, {1: [7]}, (1,)), slow_reader(1)._replace(handles=[1], counts=[0])):
+        frames = list(step_frames(rows, 1))
+        assert sum(len(frame.step.finished) for frame in frames) == len(rows.finished)
+    assert list(responses(step(1, {0: [7]}, (0,)), 1))[-1].token_ids == pack([7])
+
+
 def slow_reader(num_scores: int) -> StepRows:
     """What a reader that slept has to get: many scores of its prompt, and tokens behind them."""
     scores = [TokenLogprobs(tuple(range(20)), (-1.0,) * 20, 1)] * num_scores
