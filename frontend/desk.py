@@ -22,6 +22,7 @@ from frontend.fleet.fleet import Fetch, Fleet
 from frontend.fleet.fleet_metrics import FleetMetrics
 from frontend.generation import Generation
 from frontend.liveness import UNANSWERED_MS
+from frontend.message_limit import FROM_ENGINES_BYTES
 from frontend.messages import EngineFacts
 from frontend.metrics import Metrics
 from frontend.pooling import PoolWalk
@@ -70,7 +71,12 @@ class FrontDesk:
             discovery_of(config.engine),
             routing=config.routing,
             dial=Dialing(
-                channel_options(config.max_message_bytes, unanswered_ms=UNANSWERED_MS), tls
+                channel_options(
+                    config.max_message_bytes,
+                    least_received_bytes=FROM_ENGINES_BYTES,
+                    unanswered_ms=UNANSWERED_MS,
+                ),
+                tls,
             ),
             silence_s=config.engine_silence_s,
             load_model=self._load_model,

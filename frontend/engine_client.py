@@ -18,6 +18,7 @@ from frontend import engine_convert as convert
 from frontend.call import Call
 from frontend.engine_slots import Slots
 from frontend.liveness import Liveness
+from frontend.message_limit import MessageLimit
 from frontend.messages import EngineFacts, Load
 from frontend.messages import Sequence as EngineSequence
 from frontend.rounds import Rounds
@@ -67,7 +68,8 @@ class EngineClient:
         self._dialer = dialer
         self._rounds = rounds
         self._on_connected, self._on_change = on_connected, on_change
-        self._slots = Slots(rounds)
+        self.limit = MessageLimit(dialer.max_message_bytes)
+        self._slots = Slots(rounds, self.limit)
         self._ready = False
         self._draining = False
         self._alive = Liveness(silence_s)
@@ -163,8 +165,8 @@ class EngineClient:
         timeout_ms: int | None,
         trace: TraceContext | None,
     ) -> Call:
-        """Submits one request; its sequences form one group. Raises Unavailable, and
-        Overloaded when the engine does not read."""
+        """Submits one request; its sequences form one group. Raises Unavailable, Overloaded when
+        the engine does not read, and InvalidRequest for what no message holds."""
         self.check_ready()
         return self._slots.open(request_id, sequences, timeout_ms=timeout_ms, trace=trace)
 
@@ -220,7 +222,7 @@ class EngineClient:
         self.last_error, self._last_reason = error.message, error.reason
         self._is_retriable = isinstance(error, _PASSING)
         self.facts, self.load, self._pooling_at_report = None, Load(), 0
-        slots, self._slots = self._slots, Slots(self._rounds)
+        slots, self._slots = self._slots, Slots(self._rounds, self.limit)
         gone, self.lost = self.lost, asyncio.Event()
         slots.close(self.loss())
         gone.set()
@@ -240,6 +242,7 @@ class EngineClient:
         self.channel = await self._dialer.fresh(self.channel)
         ask = rpc.EngineInfoServiceStub(self.channel).GetEngineInfo
         answer = await ask(pb.GetEngineInfoRequest(), timeout=_ANSWER_S)
+        self.limit.heard(answer.limits.max_message_bytes)
         await self._on_connected(self, convert.to_facts(answer))
         session = rpc.EngineServiceStub(self.channel).Session()
         talk: list[asyncio.Task[None]] = []

@@ -53,7 +53,8 @@ async def pool_prompt(
     timeout_ms: int | None,
     trace: TraceContext | None,
 ) -> tuple[array[float], Usage]:
-    """The vector and what it cost. Raises the engine's ServiceError; leaving early aborts it."""
+    """The vector and what it cost. Raises the engine's ServiceError, and InvalidRequest for what no
+    message holds; leaving early aborts it."""
     engine.check_ready()
     request = pb.PoolRequest(
         request_id=request_id,
@@ -67,6 +68,7 @@ async def pool_prompt(
     )
     if trace is not None:
         request.traceparent, request.tracestate = trace.traceparent, trace.state
+    engine.limit.check(request)
     timeout_s = None if timeout_ms is None else timeout_ms / 1000 + _GRACE_S
     engine.num_pooling += 1
     try:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from frontend import engine_convert as convert
 from frontend.call import Call
 from frontend.liveness import SIGN_S
+from frontend.message_limit import MessageLimit
 from frontend.messages import Sequence as EngineSequence
 from frontend.outbox import Outbox
 from frontend.rounds import Rounds
@@ -25,12 +26,13 @@ _TOKEN_BYTES = 4
 class Slots:
     """Handles from their Submit to their end. What is to be sent waits in `outbox`."""
 
-    def __init__(self, rounds: Rounds) -> None:
+    def __init__(self, rounds: Rounds, limit: MessageLimit) -> None:
         self.outbox: Outbox[pb.SessionRequest] = Outbox()
         self._owners: dict[int, tuple[Call, int, int]] = {}
         """By handle, ascending: whose it is, which of its sequences, and how long its prompt."""
         self._handles = itertools.count(1)
         self._rounds = rounds
+        self._limit = limit
         self._is_closed = False
         self._at_report = 0
         self.sent_tokens = 0
@@ -64,20 +66,23 @@ class Slots:
         trace: TraceContext | None,
     ) -> Call:
         """Submits one request; its sequences form one group. Raises Overloaded when the engine
-        does not read."""
+        does not read, and InvalidRequest for a sequence that is too large for a message."""
         self.outbox.check_room()
+        specs = [convert.to_spec(sequence) for sequence in sequences]
+        for spec in specs:
+            spec.request_id = spec.group = request_id
+            if timeout_ms is not None:
+                spec.timeout_ms = timeout_ms
+            if trace is not None:
+                spec.traceparent, spec.tracestate = trace.traceparent, trace.state
+            self._limit.check(spec)
         handles = [next(self._handles) for _ in sequences]
         call = Call(handles, release=self._release, stop=self._stop_matched, rounds=self._rounds)
-        for handle, sequence in zip(handles, sequences, strict=True):
+        for handle, sequence, spec in zip(handles, sequences, specs, strict=True):
             num_tokens = len(sequence.prompt) // _TOKEN_BYTES
             self._owners[handle] = (call, sequence.index, num_tokens)
             self.sent_tokens += num_tokens
-            submit = pb.Submit(handle=handle, spec=convert.to_spec(sequence))
-            submit.spec.request_id = submit.spec.group = request_id
-            if timeout_ms is not None:
-                submit.spec.timeout_ms = timeout_ms
-            if trace is not None:
-                submit.spec.traceparent, submit.spec.tracestate = trace.traceparent, trace.state
+            submit = pb.Submit(handle=handle, spec=spec)
             self.outbox.put(pb.SessionRequest(submit=submit))
         return call
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontend.engine_slots import Slots
+from frontend.message_limit import MessageLimit
 from frontend.messages import Sequence
 from frontend.request import Decoding, Sampling
 from frontend.rounds import Rounds
@@ -24,7 +25,7 @@ class Wire:
     """A frontend's slots, an engine that counts, and what is on its way between them."""
 
     def __init__(self, knows: bool) -> None:
-        self.slots = Slots(Rounds())
+        self.slots = Slots(Rounds(), MessageLimit(1 << 20))
         self.asked: deque[int] = deque()
         self.told: deque[pb.SessionResponse] = deque()
         self.live: list[int] = []
@@ -86,7 +87,7 @@ def test_a_report_that_crosses_requests() -> None:
 
 async def test_who_has_nothing_to_say_pings() -> None:
     """Only what was sent can stay unacknowledged; and no request is lost to a ping's timer."""
-    slots = Slots(Rounds())
+    slots = Slots(Rounds(), MessageLimit(1 << 20))
     assert (await slots.outgoing()).WhichOneof("frame") == "ping"
     asked = [pb.SessionRequest(submit=pb.Submit(handle=handle)) for handle in range(1, 40)]
 

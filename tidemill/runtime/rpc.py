@@ -33,9 +33,9 @@ _LOG = logging.getLogger("tidemill.rpc")
 Options = list[tuple[str, int | str]]
 
 
-def _common_options(max_message_bytes: int) -> Options:
+def _common_options(max_message_bytes: int, max_received_bytes: int) -> Options:
     return [
-        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_received_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -47,7 +47,7 @@ def server_options(max_message_bytes: int) -> Options:
     """A busy port is an error (no SO_REUSEPORT), client pings never kill a connection, and the
     stream limit lies far above the request queue, so that admission refuses, not the transport."""
     return [
-        *_common_options(max_message_bytes),
+        *_common_options(max_message_bytes, max_message_bytes),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", 16_384),
@@ -56,16 +56,19 @@ def server_options(max_message_bytes: int) -> Options:
     ]
 
 
-def channel_options(max_message_bytes: int, *, unanswered_ms: int = 10_000) -> Options:
+def channel_options(
+    max_message_bytes: int, *, least_received_bytes: int = 0, unanswered_ms: int = 10_000
+) -> Options:
     """No hidden retries; fast first reconnect. What gRPC calls the least backoff is how long an
-    attempt may take: a busy server may be as slow to answer it as to answer a ping.
+    attempt may take: a busy server may be as slow to answer it as to answer a ping. A server that
+    is trusted may send messages of `least_received_bytes`, however little it is sent itself.
 
     What the other host has not acknowledged for `unanswered_ms` ends the connection (keepalive's
     timeout is TCP_USER_TIMEOUT too, on Linux): who sends often notices soon that the network is
     cut. A process that stands still is not taken for that: its kernel acknowledges for it,
     until what is sent to it meanwhile fills its buffers (some MB)."""
     return [
-        *_common_options(max_message_bytes),
+        *_common_options(max_message_bytes, max(max_message_bytes, least_received_bytes)),
         ("grpc.keepalive_timeout_ms", unanswered_ms),
         ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),

@@ -116,6 +116,11 @@ class Dialer:
         self._shown: grpc.ChannelCredentials | None = None
 
     @property
+    def max_message_bytes(self) -> int:
+        """Of a message that is sent."""
+        return int(dict(self._options)["grpc.max_send_message_length"])
+
+    @property
     def is_stale(self) -> bool:
         """Whether the certificates have changed since a channel was opened: gRPC goes on with the
         old ones for as long as a channel lives."""

@@ -1,0 +1,36 @@
+"""How large one message to an engine may be. It does not know what the messages say."""
+
+from __future__ import annotations
+
+from frontend.outbox import Sized
+from tidemill.runtime.errors import InvalidRequest
+
+FROM_ENGINES_BYTES = 64 << 20
+"""What an engine may send in one message, whatever clients may: its steps have 4 MiB at most."""
+_FRAME_BYTES = 64
+"""Around a request in its message, at most."""
+
+
+class MessageLimit:
+    """The smaller one of the frontend's own limit and the engine's. For one message that is larger,
+    gRPC ends its whole stream: a session, with all requests in it."""
+
+    def __init__(self, own: int) -> None:
+        self._own = self._most = own
+        self._whose = "frontend"
+
+    def heard(self, engines: int) -> None:
+        """The engine has told its limit; 0: it does not say."""
+        self._most, self._whose = self._own, "frontend"
+        if 0 < engines < self._own:
+            self._most, self._whose = engines, "engine"
+
+    def check(self, request: Sized) -> None:
+        """Raises InvalidRequest for a request that no message holds."""
+        size = request.ByteSize() + _FRAME_BYTES
+        if size > self._most:
+            raise InvalidRequest(
+                f"the request is {size} bytes on its way to the engine, and a message there has at "
+                f"most {self._most} (--max-message-bytes of the {self._whose}); send a shorter "
+                "prompt, schema or grammar, or fewer listed tokens"
+            )
