@@ -95,11 +95,9 @@ async def _unless_lost(engine: EngineClient, request: pb.PoolRequest, timeout_s:
     answer, watch = asyncio.ensure_future(_answer(call)), asyncio.ensure_future(lost.wait())
     try:
         await asyncio.wait({answer, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if answer.done() and _is_cut(answer.exception()):
+        if answer.done() and _is_cut(answer):
             await asyncio.wait({watch}, timeout=_NOTICE_S)
-            if lost.is_set():
-                raise engine.loss()
-        if not answer.done():
+        if not answer.done() or answer.cancelled() or (lost.is_set() and _is_cut(answer)):
             raise engine.loss()
         return answer.result()
     finally:
@@ -109,8 +107,12 @@ async def _unless_lost(engine: EngineClient, request: pb.PoolRequest, timeout_s:
         await asyncio.gather(answer, watch, return_exceptions=True)
 
 
-def _is_cut(failure: BaseException | None) -> bool:
-    """Whether it was gRPC that found nobody, rather than an engine that refused."""
+def _is_cut(answer: asyncio.Future[Any]) -> bool:
+    """Whether it was gRPC that found nobody, rather than an engine that refused. The channel of a
+    session that is lost is closed, which cancels its calls."""
+    if answer.cancelled():
+        return True
+    failure = answer.exception()
     if not isinstance(failure, grpc.RpcError):
         return False
     return failure.code() is grpc.StatusCode.UNAVAILABLE and to_error(failure).reason == _NOBODY

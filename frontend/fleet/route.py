@@ -87,24 +87,24 @@ class Route:
         trace: TraceContext | None,
     ) -> tuple[array[float], Usage]:
         """The vector and what it cost, of the first engine that gives them. Raises ServiceError."""
-        failure: ServiceError | None = None
+        failure: BaseException | None = None
         try:
             while True:
                 member = self._choose(prompt.packed, "")
                 try:
-                    answer = await pool_prompt(
+                    return await pool_prompt(
                         member.client,
                         prompt,
                         request_id=request_id,
                         timeout_ms=remaining_ms(),
                         trace=trace,
                     )
-                    failure = None
-                    return answer
                 except ServiceError as error:
-                    failure = error
                     if not await self.goes_on(error):
                         raise
+        except BaseException as why:  # a client that leaves, too: nothing was answered
+            failure = why
+            raise
         finally:
             self.ended(failure)
 

@@ -69,10 +69,13 @@ class Writer:
         self._turn = asyncio.Lock()
         self.submits = 0
         """Read of this session. A load report names them: what crosses it does not count."""
+        self.is_mute = False
+        """What is written is lost on its way."""
 
     async def write(self, frame: pb.SessionResponse) -> None:
         async with self._turn:
-            await self._context.write(frame)
+            if not self.is_mute:
+                await self._context.write(frame)
 
 
 @dataclass(eq=False)

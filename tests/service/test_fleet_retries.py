@@ -18,6 +18,8 @@ from tests.waiting import PATIENCE_S, until
 from tidemill.runtime.errors import Unavailable
 from tidemill.v1 import engine_pb2 as pb
 
+EMBED = {"model": "fake", "input": "ab"}
+
 
 async def test_many_requests_lost_with_their_session_are_one_loss(tmp_path: Path) -> None:
     """The first loss may be the network's: the engine is used again as soon as it is back."""
@@ -48,10 +50,44 @@ async def test_a_prompt_that_kills_is_pooled_by_two_engines_at_most(
     monkeypatch.setattr(FakeEngine, "Pool", dies)
     monkeypatch.setattr("frontend.engine_pool._NOTICE_S", PATIENCE_S)
     async with fleet(tmp_path, 5) as served, served.http() as client:
-        body = {"model": "fake", "input": "ab"}
-        answer = await client.post("/v1/embeddings", json=body)
+        answer = await client.post("/v1/embeddings", json=EMBED)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
         assert sum(len(one.pools) for one in served.engines.values()) == 2
+
+
+async def test_a_prompt_of_an_engine_that_fell_silent_is_pooled_by_another_one(
+    tmp_path: Path,
+) -> None:
+    """The channel is closed then, which cancels the call: nobody who asked has gone away."""
+    flags = {"engine_silence_s": 1.0}
+    async with fleet(tmp_path, 2, flags=flags, hold=True) as served, served.http() as client:
+        engines = list(served.engines.values())
+        asked = asyncio.create_task(client.post("/v1/embeddings", json=EMBED))
+        await until(lambda: any(one.pools for one in engines))
+        silent, other = sorted(engines, key=lambda one: not one.pools)
+        other.hold = False
+        for writer in silent.sessions:
+            writer.is_mute = True
+        answer = await asked
+        assert answer.status_code == 200, answer.text
+        assert len(other.pools) == 1
+
+
+async def test_a_client_that_leaves_says_nothing_of_the_engine(tmp_path: Path) -> None:
+    """Neither that it is well, which would forgive what others have suffered there."""
+    async with fleet(tmp_path, 1, hold=True) as served, served.http() as client:
+        (engine,), (member,) = served.engines.values(), served.desk.fleet.members
+        heard: list[str] = []
+        member.outlier.succeeded = lambda: heard.append("succeeded")  # type: ignore[method-assign]
+        member.outlier.failed = lambda now: heard.append("failed")  # type: ignore[method-assign]
+        asked = asyncio.create_task(client.post("/v1/embeddings", json=EMBED))
+        await until(lambda: engine.live == 1)
+        asked.cancel()
+        await until(lambda: engine.live == served.desk.num_live == 0)
+        assert heard == []
+        engine.hold = False
+        assert (await client.post("/v1/embeddings", json=EMBED)).status_code == 200
+        assert heard == ["succeeded"], "control: an answer does"
 
 
 async def test_pooled_prompts_count_before_a_report(tmp_path: Path) -> None:
