@@ -7,11 +7,14 @@ name pages as they like. It does not know connections.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 _DIGEST_BYTES = 16
 _TOKEN_BYTES = 4
+MOST_ORPHANS = 1 << 17
+"""Pages of one engine. It drops what it has no room for, so more of them are a mistake of its."""
 
 
 class Stored(NamedTuple):
@@ -26,14 +29,56 @@ class Stored(NamedTuple):
     adapter: str = ""
 
 
+class _Orphans:
+    """Pages of one engine whose parent it has not told, or has dropped. One that is dropped itself
+    leaves a hole (b'') among those that were told with it: they are found by way of its tokens."""
+
+    def __init__(self) -> None:
+        self._by_parent: dict[bytes, dict[int, Stored]] = {}
+        self._place_of: dict[bytes, tuple[bytes, int]] = {}
+        """By the engine's hash, the oldest first: parent, and number among its children."""
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._place_of)
+
+    def add(self, stored: Stored) -> None:
+        """They wait for `stored.parent`; the oldest go where there are too many."""
+        number = next(self._numbers)
+        for name in stored.hashes:
+            self.drop(name)
+            self._place_of[name] = (stored.parent, number)
+        self._by_parent.setdefault(stored.parent, {})[number] = stored
+        while len(self._place_of) > MOST_ORPHANS:
+            self.drop(next(iter(self._place_of)))
+
+    def drop(self, name: bytes) -> None:
+        """The engine has this page no more."""
+        parent, number = self._place_of.pop(name, (b"", 0))
+        children = self._by_parent.get(parent, {})
+        if (told := children.pop(number, None)) is None:
+            return
+        hashes = [b"" if one == name else one for one in told.hashes]
+        if any(hashes):
+            children[number] = told._replace(hashes=hashes)
+        elif not children:
+            del self._by_parent[parent]
+
+    def take(self, parent: bytes) -> list[Stored]:
+        """Those that waited for `parent`, which is known now."""
+        found = list(self._by_parent.pop(parent, {}).values())
+        for name in (one for stored in found for one in stored.hashes):
+            self._place_of.pop(name, None)
+        return found
+
+
 class _Held:
     """The pages of one engine."""
 
     def __init__(self) -> None:
         self.digest_of: dict[bytes, bytes] = {}
         """By the engine's hash."""
-        self.orphans: dict[bytes, list[Stored]] = {}
-        """Pages whose parent has not been told yet, by the parent."""
+        self.orphans = _Orphans()
         self.page_sizes: set[int] = set()
 
 
@@ -55,10 +100,10 @@ class PrefixIndex:
         while waiting:
             one = waiting.pop()
             if one.parent and one.parent not in held.digest_of:
-                held.orphans.setdefault(one.parent, []).append(one)
+                held.orphans.add(one)
                 continue
             for name in self._add(engine, held, one):
-                waiting += held.orphans.pop(name, ())
+                waiting += held.orphans.take(name)
 
     def remove(self, engine: str, hashes: Sequence[bytes]) -> None:
         """`engine` has dropped these pages; those behind them stay in its memory, out of reach."""
@@ -66,6 +111,7 @@ class PrefixIndex:
         if held is None:
             return
         for name in hashes:
+            held.orphans.drop(name)
             digest = held.digest_of.pop(name, None)
             if digest is not None:
                 self._drop(engine, digest)
@@ -93,13 +139,15 @@ class PrefixIndex:
         return found
 
     def _add(self, engine: str, held: _Held, stored: Stored) -> list[bytes]:
-        """Adds pages whose parent is known, and returns their names."""
+        """Adds pages whose parent is known, and returns their names (b'': it is dropped)."""
         held.page_sizes.add(stored.page_size)
         step = stored.page_size * _TOKEN_BYTES
         digest = held.digest_of[stored.parent] if stored.parent else None
         digest = digest or _root(stored.salt, stored.adapter)
         for number, name in enumerate(stored.hashes):
             digest = _next(digest, stored.packed[number * step : (number + 1) * step])
+            if not name:
+                continue
             before = held.digest_of.get(name)
             if before is not None and before != digest:
                 self._drop(engine, before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,3 +106,58 @@ def test_what_is_forgotten_leaves_nothing() -> None:
     index.remove("b", [b"2", b"1", b"never"])
     assert index.hits(pack_ids([1, 2, 3, 4])) == {}
     assert len(index) == 0
+
+
+def test_dropped_pages_do_not_come_back_with_their_parent() -> None:
+    """Their parent may be dropped first, or be told last; it may be computed anew much later."""
+    index, packed = PrefixIndex(), pack_ids([1, 2, 3, 4, 5, 6, 7, 8])
+    behind = Stored([b"2", b"3", b"4"], b"1", packed[8:], PAGE)
+    index.store("a", behind)
+    index.remove("a", [b"3"])
+    index.store("a", Stored([b"1"], b"", packed[:8], PAGE))
+    assert index.hits(packed) == {"a": 4}, "control: 2 had waited for 1"
+    index.store("a", behind._replace(hashes=[b"3"], parent=b"2", packed=packed[16:24]))
+    assert index.hits(packed) == {"a": 8}, "control: 4 was there, out of reach"
+    index.remove("a", [b"1"])
+    index.store("a", Stored([b"5"], b"1", pack_ids([9, 9]), PAGE))
+    index.remove("a", [b"5"])
+    index.store("a", Stored([b"1"], b"", packed[:8], PAGE))
+    assert index.hits(pack_ids([1, 2, 9, 9])) == {"a": 2}
+
+
+@given(st.integers(0, 2**32))
+def test_orphans_are_bounded_by_what_the_engine_has(seed: int) -> None:
+    """Pages whose parents are dropped and told anew, in any order, against a reference."""
+    rng, index = random.Random(seed), PrefixIndex()
+    chains = [[rng.randrange(2) for _ in range(4 * PAGE)] for _ in range(3)]
+    pages = {tuple(one[:stop]) for one in chains for stop in range(PAGE, len(one) + 1, PAGE)}
+    has: set[tuple[int, ...]] = set()
+    for _ in range(60):
+        page = rng.choice(sorted(pages))
+        name, parent = repr(page).encode(), page[:-PAGE]
+        if page in has:
+            has.discard(page)
+            index.remove("a", [name])
+        else:
+            has.add(page)
+            above = repr(parent).encode() if parent else b""
+            index.store("a", Stored([name], above, pack_ids(list(page[-PAGE:])), PAGE))
+        for one in chains:
+            stops = range(PAGE, len(one) + 1, PAGE)
+            hit = next((stop - PAGE for stop in stops if tuple(one[:stop]) not in has), len(one))
+            assert index.hits(pack_ids(one)).get("a", 0) == hit
+        assert len(index._held["a"].orphans) <= len(has)
+    index.remove("a", [repr(page).encode() for page in pages])
+    assert len(index) == len(index._held["a"].orphans) == 0
+    assert not index._held["a"].orphans._by_parent
+
+
+def test_orphans_are_bounded_whatever_an_engine_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontend.fleet.prefix_index.MOST_ORPHANS", 10)
+    index = PrefixIndex()
+    for number in range(100):
+        index.store("a", Stored([b"%d" % number], b"p%d" % number, pack_ids([number, 1]), PAGE))
+    orphans = index._held["a"].orphans
+    assert len(orphans) == len(orphans._by_parent) == 10
+    index.store("a", Stored([b"p99"], b"", pack_ids([1, 2]), PAGE))
+    assert index.hits(pack_ids([1, 2, 99, 1])) == {"a": 4}, "the newest stay"
