@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +17,7 @@ from frontend.background import Background
 from frontend.config import FrontendConfig
 from frontend.encode_pool import EncodePool
 from frontend.fleet.discovery import discovery_of
-from frontend.fleet.fleet import Fetch, Fleet
+from frontend.fleet.fleet import Fleet
 from frontend.fleet.fleet_metrics import FleetMetrics
 from frontend.generation import Generation
 from frontend.liveness import UNANSWERED_MS
@@ -79,7 +78,7 @@ class FrontDesk:
                 tls,
             ),
             silence_s=config.engine_silence_s,
-            load_model=self._load_model,
+            models=self,
         )
         self.metrics.add(FleetMetrics(self.fleet))
 
@@ -224,22 +223,25 @@ class FrontDesk:
             await self._templates.close()
         await asyncio.to_thread(self.tracer.stop)
 
-    async def _load_model(self, facts: EngineFacts, fetch: Fetch) -> None:
-        """A (re)connected engine: its tokenizer is fetched again only when it has changed."""
-        known = self.model
-        if known is not None and (known.facts.model_id, known.facts.tokenizer_sha256) == (
+    def needs_tokenizer(self, facts: EngineFacts) -> bool:
+        """Of a (re)connected engine: only when it has changed, and was not given here."""
+        return self.config.tokenizer is None and not self._is_served(facts)
+
+    async def serve(self, facts: EngineFacts, folder: Path | None) -> None:
+        """The model of a (re)connected engine, whose tokenizer is in `folder` if it is needed."""
+        if self.model is not None and self._is_served(facts):
+            self.model = replace(self.model, facts=facts)
+            return
+        given = self.config.tokenizer or folder
+        assert given is not None, "a tokenizer that was not fetched"
+        await self._take(await self.pool.run(load_model, self.config, facts, Path(given)))
+
+    def _is_served(self, facts: EngineFacts) -> bool:
+        served = None if self.model is None else self.model.facts
+        return served is not None and (served.model_id, served.tokenizer_sha256) == (
             facts.model_id,
             facts.tokenizer_sha256,
-        ):
-            self.model = replace(known, facts=facts)
-            return
-        if self.config.tokenizer is not None:
-            folder = Path(self.config.tokenizer)
-            await self._take(await self.pool.run(load_model, self.config, facts, folder))
-            return
-        with tempfile.TemporaryDirectory(prefix="tidemill-tokenizer-") as name:
-            await fetch(Path(name))
-            await self._take(await self.pool.run(load_model, self.config, facts, Path(name)))
+        )
 
     async def _take(self, model: ServedModel) -> None:
         """Serves `model` from now on, once its template's process is up."""

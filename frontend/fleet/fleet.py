@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from frontend.engine_client import EngineClient
+from frontend.fleet.adoption import Adoption, Models
 from frontend.fleet.discovery import Discovery
 from frontend.fleet.member import UNTROUBLED, Member
 from frontend.fleet.prefixes import Prefixes
 from frontend.fleet.routing import POLICIES
-from frontend.fleet.same_model import common_facts
 from frontend.fleet.views import RequestView
 from frontend.liveness import checked_silence
 from frontend.messages import EngineFacts, Load
@@ -31,13 +30,10 @@ _RETRY_AFTER_MS = 1000
 _TAKERS = ("ready", "ejected", "paused")
 """States of engines that get requests: those of a state where there are none of the one before."""
 
-Fetch = Callable[[Path], Awaitable[None]]
-LoadModel = Callable[[EngineFacts, Fetch], Awaitable[None]]
-
 
 class Fleet:
-    """Owns the clients of all engines, whose connections `dial` opens. `load_model` is awaited with
-    the facts of an engine before it gets requests, and with what fetches its tokenizer."""
+    """Owns the clients of all engines, whose connections `dial` opens. `models` hears of each
+    before it gets requests."""
 
     def __init__(
         self,
@@ -46,18 +42,17 @@ class Fleet:
         routing: str,
         dial: Dialing,
         silence_s: float,
-        load_model: LoadModel,
+        models: Models,
     ) -> None:
         """An engine that is silent for `silence_s` is gone; InvalidRequest for too few."""
         self._silence_s = checked_silence(silence_s)
         self._discovery = discovery
         self._policy = POLICIES[routing]
         self._dial = dial
-        self._load_model = load_model
+        self._adoption = Adoption(models)
         self._rounds = Rounds()
         self._members: dict[str, Member] = {}
         self._changed = asyncio.Event()
-        self._adopting = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._numbers = Counter[bool]()
@@ -245,11 +240,12 @@ class Fleet:
 
     async def _adopt(self, client: EngineClient, facts: EngineFacts) -> None:
         """An engine that has answered. Raises FailedPrecondition when it is not one of us."""
-        async with self._adopting:
+
+        def known() -> dict[str, EngineFacts]:
             others = [one.client for one in self.members if one.client is not client]
-            known = {one.address: one.facts for one in others if one.facts is not None}
-            await self._load_model(common_facts(facts, known), client.fetch_tokenizer)
-            client.facts = facts
+            return {one.address: one.facts for one in others if one.facts is not None}
+
+        await self._adoption.adopt(client, facts, known)
 
     def _on_change(self, client: EngineClient, is_open: bool) -> None:
         member = self._members.get(client.address)

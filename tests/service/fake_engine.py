@@ -112,6 +112,9 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
     """Of every load report."""
     limits: pb.EngineLimits = field(default_factory=pb.EngineLimits)
     """Told beside those of the model."""
+    hold_tokenizer: bool = False
+    """Whoever asks for the tokenizer waits."""
+    num_fetching: int = 0
     generation: int = 0
     """Sessions of an older generation end."""
 
@@ -162,6 +165,12 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
         return pb.PoolResponse(values=pooled(ids, request), usage=usage)
 
     async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.num_fetching += 1
+        try:
+            while self.hold_tokenizer:  # noqa: ASYNC110 - tests set the flag
+                await asyncio.sleep(self.step_s)
+        finally:
+            self.num_fetching -= 1
         files, digest = self._tokenizer()
         listed = [pb.TokenizerFile(name=n, size=len(c)) for n, c in files.items()]
         yield pb.GetTokenizerResponse(manifest=pb.TokenizerManifest(sha256=digest, files=listed))
