@@ -236,8 +236,11 @@ class MaskMaker:
             masks = iter(self.grammars.masks(matchers) if self.grammars else [])
             for one in constraints:
                 one.compute(next(masks) if one.matcher is not None else None)
-        except Exception as failure:
+        except BaseException as failure:  # what a library panics with is no Exception
+            if len(constraints) > 1:  # whose it is shows only when each is asked for by itself
+                for one in constraints:
+                    self._make([one])
+                return
             # Theirs alone: the step, and everybody else in it, goes on.
-            _LOG.exception("no masks for %d requests", len(constraints))
-            for one in constraints:
-                one.fail(f"the grammar failed: {type(failure).__name__}: {failure}")
+            _LOG.exception("no mask for a request")
+            constraints[0].fail(f"the grammar failed: {type(failure).__name__}: {failure}")

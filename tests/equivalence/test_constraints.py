@@ -14,7 +14,7 @@ from engine_service.decoding.block_diffusion import BlockDiffusion
 from engine_service.decoding.full_canvas import FullCanvas
 from tests.equivalence.harness import AR, BLOCK, EOS, Result, Setup, ToyEngine
 from tests.equivalence.references import random_prompt, reference_ar, reference_block
-from tests.equivalence.toy_grammar import Automaton, ToyGrammars, reference, spec
+from tests.equivalence.toy_grammar import Automaton, ToyGrammars, ToyMatcher, reference, spec
 from tests.fakes import MASK, VOCAB, ToyModel
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
@@ -209,13 +209,28 @@ def test_what_leaves_nothing_ends_its_request_alone(seed: int) -> None:
     assert engine.results[fine].tokens == reference_ar(ToyModel(seed), [1, 2], 8)
 
 
-def test_a_grammar_library_that_fails_is_no_dead_end() -> None:
-    engine = engine_of(ToyModel(3))
-    asked = engine.submit([1, 2], 8, constraint=spec(5))
-    with patch.object(ToyGrammars, "masks", side_effect=OSError("no memory")):
+@pytest.mark.parametrize("failure", [OSError("no memory"), BaseException("no memory")])
+def test_a_grammar_library_that_fails_ends_its_request_alone(failure: BaseException) -> None:
+    """It is no dead end. The masks of the others were asked for in the same breath."""
+    model, numbers, masks = ToyModel(3), (5, 7, 2), ToyGrammars.masks
+    engine = engine_of(model)
+    keys = [engine.submit([1, 2], 8, constraint=spec(number)) for number in numbers]
+    listed = engine.submit([1, 2], 8, allowed_token_ids=(3, 4))
+
+    def fails(self: ToyGrammars, matchers: list[ToyMatcher]) -> list[bytes]:
+        if any(one.automaton.edges == Automaton(5).edges for one in matchers):
+            raise failure
+        return masks(self, matchers)
+
+    engine.step()
+    with patch.object(ToyGrammars, "masks", fails):
         engine.run()
-    assert engine.results[asked].finish.reason is FinishReason.ERROR
-    assert engine.results[asked].finish.detail == "the grammar failed: OSError: no memory"
+    bad, *good = [engine.results[key] for key in keys]
+    assert bad.finish.reason is FinishReason.ERROR
+    assert bad.finish.detail == f"the grammar failed: {type(failure).__name__}: no memory"
+    for result, number in zip(good, numbers[1:], strict=True):
+        assert result.tokens == reference(model, [1, 2], 8, number, None)
+    assert engine.results[listed].tokens == masked_ar(model, [1, 2], 8, {3, 4})
 
 
 @pytest.mark.parametrize(
