@@ -25,6 +25,9 @@ from engine_service.server.kv_feed import KvBatch
 from tidemill.runtime.errors import FailedPrecondition
 
 REPLAY_BATCHES = 10_000
+_REPLIES_AT_ONCE = 64
+"""About 2 ms of the loop that all streams share: a ROUTER takes what is sent without ever waiting,
+and a whole replay would be 0.3 s."""
 _HIGH_WATER = 100_000
 _NUMBER = struct.Struct(">q")
 _END = _NUMBER.pack(-1)
@@ -146,7 +149,11 @@ class KvPublisher:
                 _LOG.warning("not a request for KV events: %d frames", len(frames))
                 continue
             reader, _, start = frames
-            for number, payload in [one for one in self._kept if one[0] >= start]:
+            # What is kept now: batches that come meanwhile are told by PUB, behind these.
+            wanted = [one for one in self._kept if one[0] >= start]
+            for count, (number, payload) in enumerate(wanted, 1):
                 with contextlib.suppress(zmq.Again):
                     await router.send_multipart((reader, b"", number, payload))
+                if count % _REPLIES_AT_ONCE == 0:
+                    await asyncio.sleep(0)
             await router.send_multipart((reader, b"", _END, b""))
