@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from engine_service.child import die_with, ignore_stop_signals, start_child
@@ -61,11 +62,15 @@ class Post(NamedTuple):
 
 
 class _FollowerEnded(Exception):
-    """The watch has seen it, and tells."""
+    """It makes no more room."""
 
 
 class Far:
-    """Three threads: everything in, messages out, and the watch."""
+    """Four threads: everything in, plans on, messages out, and the watch.
+
+    Plans have their own: while the follower is behind and the ring full, rank 0's signs of life, or
+    its loss, still come in. What waits is a WINDOW at most.
+    """
 
     def __init__(self, link: Link, rank: int, num_ranks: int, module: str) -> None:
         """Call it in the thread that lives as long as the follower should."""
@@ -79,19 +84,21 @@ class Far:
         self._pidfd = os.pidfd_open(self._process.pid)
         self._pipe = FramePipe(ours)
         self._num_plans = 0
+        self._arrived: SimpleQueue[bytes | None] = SimpleQueue()
         self._listens = False
+        self._plan = threading.Thread(target=self._pass_plans, daemon=True)
         self._messages = threading.Thread(target=self._pass_messages, daemon=True)
         self._watch = threading.Thread(target=self._keep_watch, daemon=True)
 
     def run(self) -> int:
         """Until rank 0 or the follower ends; then nothing is left of it. The exit status."""
-        self._messages.start()
-        self._watch.start()
+        for thread in (self._plan, self._messages, self._watch):
+            thread.start()
         try:
             return self._listen()
         except LinkLost as failure:
             _LOG.error("rank 0's host is lost: %s", failure)
-        except (PeerGone, _FollowerEnded):
+        except PeerGone:
             self._watch.join()  # it has told by then
         finally:
             self._close()
@@ -107,10 +114,7 @@ class Far:
                 case Frame.PIPE:
                     self._pipe.send(payload)
                 case Frame.PLAN:
-                    self._plans.send(payload)
-                    self._num_plans += 1
-                    if self._num_plans % ACK_EVERY == 0:
-                        self._link.send(Frame.ACK, COUNT.pack(self._num_plans))
+                    self._arrived.put(payload)
                 case Frame.BEAT:
                     if (count := COUNT.unpack(payload)[0]) != alive:
                         alive = count
@@ -121,10 +125,13 @@ class Far:
                     raise LinkLost(f"a frame of kind {kind}")
 
     def _leave(self, reason: str) -> int:
+        deadline = time.monotonic() + LEAVING_S
+        self._arrived.put(None)
+        self._plan.join(LEAVING_S)
         self._plans.end(reason)
         ended = select.poll()
         ended.register(self._pidfd, select.POLLIN)
-        ended.poll(LEAVING_S * 1e3)
+        ended.poll(max(0.0, deadline - time.monotonic()) * 1e3)
         return 0
 
     def _close(self) -> None:
@@ -132,7 +139,8 @@ class Far:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILLED_S)
         self._link.shut()
-        for thread in (self._messages, self._watch):
+        self._arrived.put(None)
+        for thread in (self._plan, self._messages, self._watch):
             thread.join(_KILLED_S)
         for one in (self._link, self._pipe, self._plans):
             one.close()
@@ -142,6 +150,18 @@ class Far:
         """While there is no room for a plan."""
         if self._process.poll() is not None:
             raise _FollowerEnded
+
+    def _pass_plans(self) -> None:
+        try:
+            while (plan := self._arrived.get()) is not None:
+                self._plans.send(plan)
+                self._num_plans += 1
+                if self._num_plans % ACK_EVERY == 0:
+                    self._link.send(Frame.ACK, COUNT.pack(self._num_plans))
+        except LinkLost:
+            self._link.shut()
+        except _FollowerEnded:
+            return  # the watch has seen it, and tells
 
     def _pass_messages(self) -> None:
         try:
@@ -158,7 +178,7 @@ class Far:
             while not ended.poll(TICK_S * 1e3):
                 now = time.monotonic()
                 serves = self._num_plans > 0
-                if not self._listens:  # the follower is behind, which rank 0 hears itself
+                if not self._listens:  # the follower takes what it is told, which may be much
                     silence = Silence()
                 silence.look(self._link.num_received, now - looked, serves=serves)
                 looked = now

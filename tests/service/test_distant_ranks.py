@@ -54,6 +54,35 @@ def test_plans_of_any_size_reach_every_rank_in_order(tmp_path: Path) -> None:
     assert all(map(is_gone, followers))
 
 
+def test_a_rank_that_is_behind_ends_nobody(tmp_path: Path) -> None:
+    """Its step takes longer than a silence may, while plans come that its ring has no room for."""
+    with distant(tmp_path, "counts", kills=True) as (watcher, lost, fars):
+        ready(watcher)
+        plans = [b"sleep 4", *[bytes(600 << 10)] * 4, b"tell"]
+        for plan in plans:
+            watcher.plans.send(plan)
+        seen = hashlib.sha256(b"".join(len(one).to_bytes(8, "little") + one for one in plans))
+        watcher.await_all(lambda one: one._stage == seen.hexdigest())
+        assert not lost
+    assert [one.wait(PATIENCE_S) for one in fars] == [0]
+
+
+def test_a_lost_connection_ends_a_rank_that_is_behind(tmp_path: Path) -> None:
+    with distant(tmp_path, "counts", kills=True) as (watcher, lost, fars):
+        ready(watcher)
+        for plan in (b"sleep 60", *[bytes(600 << 10)] * 4):
+            watcher.plans.send(plan)
+        time.sleep(0.5)
+        followers = [follower_of(one.pid) for one in fars]
+        with stopwatch() as awake_s:
+            os.kill(watcher.followers[0]._process.pid, signal.SIGKILL)
+            assert [one.wait(PATIENCE_S) for one in fars] == [1]
+            eventually(lambda: all(map(is_gone, followers)), "a follower is left")
+            assert awake_s() < AWAKE_S
+        await_loss(watcher)
+        assert len(lost) == 1
+
+
 KILL, STOP, SLOW = signal.SIGKILL, signal.SIGSTOP, pytest.mark.slow
 
 
