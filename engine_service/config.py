@@ -47,7 +47,8 @@ class EngineConfig:
     """How a decode engine gets KV: grpc, in messages; shm, in shared memory of one host, and not at
     all from others; auto: shm where both engines can, else grpc."""
     kv_transfer_timeout_s: float = 30.0
-    """How long a decode engine waits for the KV of a prompt before it computes the rest itself."""
+    """How long a decode engine waits for the KV of a prompt before it computes the rest itself, and
+    a prefill engine for each word of a decode engine before it ends the transfer."""
     kv_tls_ca: str | None = None
     """PEM file of the CA of the prefill engines' certificates: a decode engine speaks TLS with them
     and shows its own certificate (tls_cert), if it has one."""

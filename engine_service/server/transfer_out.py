@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 import grpc
 
@@ -26,7 +27,14 @@ from engine_service.server.desk import Desk
 from engine_service.server.outlet import StepRows
 from engine_service.server.same_host import shared_host
 from engine_service.server.transfer_counts import SENT
-from tidemill.runtime.errors import FailedPrecondition, ServiceError, Unavailable
+from tidemill.runtime.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    ServiceError,
+    Unavailable,
+)
+
+_Heard = TypeVar("_Heard")
 
 PIECE_BYTES = 2 << 20
 """Of a piece, unless one unit is more: what a core moves between two steps in about 1 ms."""
@@ -54,7 +62,7 @@ class Sending:
 
     async def run(self) -> None:
         """Raises the ServiceError that is the call's status."""
-        frame = await self._stream.read()
+        frame = await self._within("its TransferOpen", self._stream.read())
         if frame is grpc.aio.EOF or frame.WhichOneof("frame") != "open":
             raise FailedPrecondition("the first frame of a transfer must be TransferOpen")
         opened, desk = frame.open, self._desk
@@ -112,6 +120,8 @@ class Sending:
         reader = asyncio.create_task(self._read_taken())
         try:
             while True:
+                if reader.done():
+                    reader.result()  # raises what it has met instead of a frame
                 while max(self._num_out, len(asked)) < window and (start := next(starts, -1)) >= 0:
                     self._num_out += 1
                     ask = ExportPages(begun.transfer, start, most, self._is_shared)
@@ -120,13 +130,14 @@ class Sending:
                     return True
                 if not asked:
                     self._taken.clear()
-                    await self._taken.wait()
+                    await self._within("a PieceTaken", self._taken.wait())
                     continue
                 start, answer = asked.popleft()
                 exported = await answer
                 if exported.piece is None or exported.num_tokens == 0:
                     return False
-                await self._stream.write(convert.piece_message(start, exported))
+                message = convert.piece_message(start, exported)
+                await self._within("that it reads a KvPiece", self._stream.write(message))
                 desk.observer.metrics.transfers.moved(model, SENT, exported.piece)
         finally:
             reader.cancel()
@@ -136,11 +147,28 @@ class Sending:
 
     async def _read_taken(self) -> None:
         """Counts what the caller has read; one that says no more is not waited for any more."""
-        while await self._stream.read() is not grpc.aio.EOF:
-            self._num_out -= 1
+        try:
+            while await self._stream.read() is not grpc.aio.EOF:
+                self._num_out -= 1
+                self._taken.set()
+        finally:
+            self._num_out = -NEVER
             self._taken.set()
-        self._num_out = -NEVER
-        self._taken.set()
+
+    async def _within(self, due: str, heard: Awaitable[_Heard]) -> _Heard:
+        """What the caller does, which has as long for each as it waits for all: one that lives and
+        says nothing would hold a slot, and the memory of its window, for ever. Raises
+        DeadlineExceeded."""
+        limit_s = self._desk.config.kv_transfer_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await heard
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the engine that asks has been silent for {limit_s:g} s, and {due} was due; see "
+                "why its process hangs, or pass a larger --kv-transfer-timeout-s to this engine",
+                reason="KV_SILENT",
+            ) from None
 
     # ------------------------------------------------------------ Sink
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import DecodeError
 
 from engine_service.core.handoff import (
     MAX_ON_THE_WAY,
     BeginTransfer,
     Begun,
+    EndTransfer,
     Exported,
     ExportPages,
     InlinePiece,
@@ -20,7 +22,8 @@ from engine_service.core.handoff import (
 )
 from engine_service.server.transfer_counts import TransferCounts
 from engine_service.server.transfer_out import HEADER_BYTES, PIECE_BYTES, Sending
-from tidemill.runtime.errors import FailedPrecondition
+from tests.waiting import PATIENCE_S
+from tidemill.runtime.errors import DeadlineExceeded, FailedPrecondition
 from tidemill.telemetry.families import Families
 from tidemill.v1 import engine_pb2 as pb
 
@@ -35,6 +38,7 @@ class Asks:
     def __init__(self) -> None:
         self.unit_bytes = PIECE_BYTES
         self.num_open = self.most_open = 0
+        self.has_ended = False
         self.answers = asyncio.Event()
 
     async def ask(self, control: Any, **_: Any) -> Any:
@@ -48,7 +52,8 @@ class Asks:
         return Exported(PAGE, InlinePiece(b"", 0))
 
     def post(self, control: Any) -> None:
-        """The end."""
+        assert isinstance(control, EndTransfer)
+        self.has_ended = True
 
 
 class Talk:
@@ -57,6 +62,8 @@ class Talk:
     def __init__(self) -> None:
         self.frames: asyncio.Queue[Any] = asyncio.Queue()
         self.starts: list[int] = []
+        self.reads = asyncio.Event()
+        self.reads.set()
         self.frames.put_nowait(pb.TransferRequest(open=pb.TransferOpen(layout=LAYOUT._asdict())))
 
     def say_taken(self, count: int) -> None:
@@ -64,18 +71,26 @@ class Talk:
             self.frames.put_nowait(pb.TransferRequest(taken=pb.PieceTaken()))
 
     async def read(self) -> Any:
-        return await self.frames.get()
+        frame = await self.frames.get()
+        if isinstance(frame, Exception):
+            raise frame
+        return frame
 
     async def write(self, answer: pb.TransferResponse) -> None:
+        await self.reads.wait()
         self.starts.append(answer.piece.start)
         await asyncio.sleep(0)
 
 
-def sending(asks: Asks, talk: Talk) -> asyncio.Task[None]:
+def sending(asks: Asks, talk: Talk, patience_s: float = PATIENCE_S) -> asyncio.Task[None]:
     desk: Any = SimpleNamespace(
         check_open=lambda: SimpleNamespace(kv_layout=LAYOUT, role="prefill", model_id="m"),
         core=SimpleNamespace(asks=asks),
-        config=SimpleNamespace(kv_connector="grpc", max_message_bytes=MOST_BYTES),
+        config=SimpleNamespace(
+            kv_connector="grpc",
+            max_message_bytes=MOST_BYTES,
+            kv_transfer_timeout_s=patience_s,
+        ),
         observer=SimpleNamespace(metrics=SimpleNamespace(transfers=TransferCounts(Families()))),
     )
     return asyncio.create_task(Sending(desk, talk, asyncio.Semaphore(1)).run())
@@ -120,6 +135,46 @@ async def test_a_caller_that_says_no_more_gets_everything(taken: int) -> None:
     asks.answers.set()
     await asyncio.wait_for(sending(asks, talk), 5)
     assert talk.starts == list(range(0, NUM_PIECES * PAGE, PAGE))
+
+
+async def test_a_caller_that_never_says_what_it_wants_is_ended() -> None:
+    talk = Talk()
+    talk.frames.get_nowait()
+    with pytest.raises(DeadlineExceeded, match=r"silent for 0.1 s, and its TransferOpen") as caught:
+        await asyncio.wait_for(sending(Asks(), talk, 0.1), PATIENCE_S)
+    assert caught.value.reason == "KV_SILENT"
+
+
+@pytest.mark.parametrize(("reads", "due"), [(True, "a PieceTaken"), (False, "that it reads a")])
+async def test_a_silent_caller_is_ended_and_holds_nothing(reads: bool, due: str) -> None:
+    """One that takes nothing that is sent, or never says so. Its time begins anew with each."""
+    asks, talk = Asks(), Talk()
+    asks.answers.set()
+    run = sending(asks, talk, 1.0)
+    for _ in range(3 * reads):
+        await asyncio.sleep(0.4)
+        talk.say_taken(1)
+    await settled()
+    assert not run.done(), "it was not silent for so long"
+    if not reads:
+        talk.reads.clear()
+        talk.say_taken(1)
+    with pytest.raises(DeadlineExceeded, match=f"silent for 1 s, and {due}") as caught:
+        await asyncio.wait_for(run, PATIENCE_S)
+    assert (caught.value.reason, asks.has_ended) == ("KV_SILENT", True)
+
+
+async def test_a_frame_that_is_none_ends_the_transfer() -> None:
+    """While its caller is waited for, who would wait for an answer as long as the engine does."""
+    asks, talk = Asks(), Talk()
+    asks.answers.set()
+    run = sending(asks, talk)
+    talk.say_taken(1)
+    await settled()
+    talk.frames.put_nowait(DecodeError("no message"))
+    with pytest.raises(DecodeError, match="no message"):
+        await asyncio.wait_for(run, 5)
+    assert asks.has_ended
 
 
 async def test_a_unit_that_no_message_holds_is_refused_before_it_is_computed() -> None:
