@@ -111,17 +111,17 @@ class _Watch:
 
 def _run(worker: RankWorker, plans: Reader, pipe: BlockingPipe) -> NoReturn:
     """As many steps in flight as core.loop has, and none that it had collected when it planned the
-    next. Decisions are collected for what collecting waits for and finds: what another stage
-    decided, pinned memory that is free again, and the device's errors."""
+    next, or moves pages. Decisions are collected for what collecting waits for and finds: what
+    another stage decided, pinned memory that is free again, and the device's errors."""
     flights: deque[tuple[int, Any]] = deque()
     watch, on_device = _Watch(pipe), worker.facts().get("device", "").startswith("cuda")
     while True:
         plan = _next(plans, watch)
+        while flights and flights[0][0] <= plan.settled:
+            worker.collect(flights.popleft()[1])
         if not isinstance(plan, StepPlan):
             _move(worker.pages, plan, pipe)
             continue
-        while flights and flights[0][0] <= plan.settled:
-            worker.collect(flights.popleft()[1])
         launched_ns = time.monotonic_ns() if plan.is_timed else 0
         flights.append((plan.seq, worker.launch(plan)))
         if plan.is_timed:
@@ -131,7 +131,9 @@ def _run(worker: RankWorker, plans: Reader, pipe: BlockingPipe) -> NoReturn:
 
 
 def _move(own: RankPages, asked: ReadPages | WritePages, pipe: BlockingPipe) -> None:
-    """In its place among the steps: those before it are launched, and none behind it."""
+    """In its place among the steps: those before it are launched, and none behind it. Those that
+    rank 0 has collected are done here too: pages are moved beside the steps, and behind the keys of
+    the last layer, in a step that decides nothing, no rank waits for another."""
     match asked:
         case ReadPages(pages):
             if not own.share.is_copy:

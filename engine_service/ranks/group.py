@@ -21,7 +21,7 @@ from engine_service.core.strategy import Executor
 from engine_service.distributed import Place, abort_all, open_store
 from engine_service.peers import release_all
 from engine_service.pipe import pack
-from engine_service.ranks.group_pages import GroupPages
+from engine_service.ranks.group_pages import Flights, GroupPages
 from engine_service.ranks.hosts import Hosts
 from engine_service.ranks.loading import Loading, Report
 from engine_service.ranks.messages import Loaded, Start
@@ -80,13 +80,14 @@ class RankGroup:
         self.depth = own.depth
         self._watcher = watcher
         self._num_stages = num_stages
+        self._flights = Flights()
         self.rank_times = watcher.take_times
         self.close = weakref.finalize(self, _close, watcher, hosts, own)
 
     @cached_property
     def pages(self) -> GroupPages:
         """Those of the whole model."""
-        return GroupPages(self.own.pages, self._watcher, self._num_stages)
+        return GroupPages(self.own.pages, self._watcher, self._num_stages, self._flights)
 
     def launch(self, plan: StepPlan) -> Any:
         """Raises EngineDead once a follower is lost, saying which and why."""
@@ -94,6 +95,7 @@ class RankGroup:
         try:
             # Whatever breaks off here, followers may have been told what rank 0 does not do.
             self._watcher.plans.send(pack(plan))
+            self._flights.launch(plan.seq)
             return self.own.launch(plan)
         except BaseException as failure:
             raise self._watcher.give_up(failure) from failure
@@ -106,6 +108,7 @@ class RankGroup:
             self._watcher.check()
         except Exception as failure:
             raise self._watcher.explain(failure) from failure
+        self._flights.collect()
         return decisions
 
 

@@ -7,6 +7,7 @@ does not know whose pages they are.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,15 +21,32 @@ from engine_service.worker.rank_pages import RankPages
 from tidemill.runtime.errors import EngineDead
 
 
+class Flights:
+    """Steps of rank 0, which are collected in the order in which they were launched."""
+
+    def __init__(self) -> None:
+        self._launched: deque[int] = deque()
+        self.settled = 0
+        """The number of the last one that was collected."""
+
+    def launch(self, seq: int) -> None:
+        self._launched.append(seq)
+
+    def collect(self) -> None:
+        """The oldest."""
+        self.settled = self._launched.popleft()
+
+
 class GroupPages:
     """Implements worker.page_store.WholePages. Raises EngineDead, and the group ends, where not all
     ranks do what they are told."""
 
-    def __init__(self, own: RankPages, watcher: Watcher, num_stages: int) -> None:
-        """`own`: rank 0's."""
+    def __init__(self, own: RankPages, watcher: Watcher, num_stages: int, flights: Flights) -> None:
+        """`own` and `flights`: rank 0's."""
         self.format = own.format
         self._own = own
         self._watcher = watcher
+        self._flights = flights
         num_layers, *_, num_heads, _ = own.format.shape
         shares = shares_of(len(watcher.followers) + 1, num_stages, num_layers, num_heads)
         self._shares = shares
@@ -40,7 +58,7 @@ class GroupPages:
         watcher, shares, others = self._watcher, self._shares, self._others
         own = self._own.read(pages)
         with self._together():
-            watcher.plans.send(pack(ReadPages(tuple(pages))))
+            watcher.plans.send(pack(ReadPages(tuple(pages), self._flights.settled)))
             told = watcher.await_all(lambda one: one.rank not in others or one.pages_read)
             whole = self.format.empty(len(pages))
             cut(whole, shares[0]).copy_(own)
@@ -54,7 +72,7 @@ class GroupPages:
         get ahead of it: a rank that waits for pages makes no room for them."""
         watcher = self._watcher
         with self._together():
-            watcher.plans.send(pack(WritePages(tuple(pages))))
+            watcher.plans.send(pack(WritePages(tuple(pages), self._flights.settled)))
             self._own.write(pages, cut(whole, self._shares[0]))
             for one in watcher.await_all(lambda one: one.awaits_pages):
                 part = cut(whole, self._shares[one.rank]).contiguous()

@@ -49,6 +49,9 @@ class ReadPages(NamedTuple):
     """To the followers, among the plans: tell what you hold of these pages, unless it is a copy."""
 
     pages: tuple[int, ...]
+    settled: int
+    """Steps up to this number were collected by rank 0, as in a plan: the pages are as they left
+    them."""
 
 
 class PagesRead(NamedTuple):
@@ -61,6 +64,8 @@ class WritePages(NamedTuple):
     """To the followers, among the plans: take what you hold of these pages."""
 
     pages: tuple[int, ...]
+    settled: int
+    """As in ReadPages: what those steps did to the pages comes before."""
 
 
 class PagesAwaited(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 
 from engine_service.attention.base import LayerCache
 from engine_service.distributed import Group
-from engine_service.ranks.group_pages import GroupPages
+from engine_service.ranks.group_pages import Flights, GroupPages
 from engine_service.ranks.watcher import Watcher
 from engine_service.worker.rank_pages import RankPages
 from tests.service.test_ranks_watched import AWAKE_S, group, ready
@@ -38,14 +38,14 @@ def test_shares_are_joined_and_copies_are_not_asked_for() -> None:
     mine = own(2)
     with group(f"tells pages {2 * SHARE_BYTES}") as (watcher, _):
         ready(watcher)
-        pages = GroupPages(mine, watcher, 1)
+        pages = GroupPages(mine, watcher, 1, Flights())
         for numbers in ([4, 1], [0, 5]):
             whole = pages.read(numbers)
             assert torch.equal(whole[:, :, :, :, :1], mine.read(numbers))
             assert not whole[:, :, :, :, 1:].any()
     with group("mirrors pages", "mirrors pages", "mirrors pages") as (watcher, _):
         ready(watcher)
-        pages = GroupPages(own(4, 4), watcher, 1)
+        pages = GroupPages(own(4, 4), watcher, 1, Flights())
         given = torch.randn(2, *pages.format.shape)
         for _ in range(2):
             pages.write([4, 1], given)
@@ -54,7 +54,7 @@ def test_shares_are_joined_and_copies_are_not_asked_for() -> None:
     alone = own(1)
     with group("") as (watcher, _):
         ready(watcher)
-        assert torch.equal(GroupPages(alone, watcher, 1).read([3]), alone.read([3]))
+        assert torch.equal(GroupPages(alone, watcher, 1, Flights()).read([3]), alone.read([3]))
 
 
 def fails(pages: GroupPages, watcher: Watcher, act: Callable[[], None], why: str) -> None:
@@ -75,7 +75,7 @@ def test_nobody_waits_for_a_rank_that_is_lost(sent: signal.Signals, moment: str)
     """
     with group("keeps pages" if moment == "keeps" else "mirrors pages") as (watcher, lost):
         (pid,) = ready(watcher)
-        pages = GroupPages(own(2), watcher, 1)
+        pages = GroupPages(own(2), watcher, 1, Flights())
         (follower,) = watcher.followers
         give_pages = follower.give_pages
         large = pages.format.empty(100_000)  # more than lies in a pipe
@@ -107,7 +107,7 @@ def test_nobody_waits_for_a_rank_that_is_lost(sent: signal.Signals, moment: str)
 def test_a_share_that_does_not_fit_ends_the_group() -> None:
     with group("tells pages 4") as (watcher, _):
         ready(watcher)
-        pages = GroupPages(own(2), watcher, 1)
+        pages = GroupPages(own(2), watcher, 1, Flights())
         fails(pages, watcher, lambda: pages.read([1]), "could not move pages: RuntimeError: shape")
 
 
@@ -116,7 +116,7 @@ def test_a_page_that_rank_0_cannot_read_ends_nothing() -> None:
     mine = own(2)
     with group(f"tells pages {SHARE_BYTES}") as (watcher, lost):
         ready(watcher)
-        pages = GroupPages(mine, watcher, 1)
+        pages = GroupPages(mine, watcher, 1, Flights())
         with pytest.raises(IndexError):
             pages.read([PAGES, 1])
         assert torch.equal(pages.read([3])[:, :, :, :, :1], mine.read([3]))
@@ -127,6 +127,6 @@ def test_a_page_that_rank_0_cannot_write_ends_the_group() -> None:
     """The others have it by then."""
     with group("") as (watcher, _):
         ready(watcher)
-        pages = GroupPages(own(2), watcher, 1)
+        pages = GroupPages(own(2), watcher, 1, Flights())
         whole = pages.format.empty(1)
         fails(pages, watcher, lambda: pages.write([PAGES], whole), "could not move pages: IndexErr")

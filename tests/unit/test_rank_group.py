@@ -35,6 +35,10 @@ CUDA = torch.device("cuda", 0)
 CONFIG = EngineConfig(model="demo", device="cpu", tensor_parallel_size=2)
 
 
+def plan(seq: int, **fields: Any) -> StepPlan:
+    return StepPlan(seq=seq, new_rows=(), page_appends=(), own_spans=(), **fields)
+
+
 class Own:
     """Rank 0's worker."""
 
@@ -54,7 +58,7 @@ def test_a_plan_that_was_told_and_not_run_ends_the_group() -> None:
         ready(watcher)
         executor = RankGroup(Own(), watcher, ThisHost(CONFIG, 2))  # type: ignore[arg-type]
         executor.close.detach()
-        assert executor.launch("one") == "one"
+        assert executor.launch(plan(1)).seq == 1
         real = watcher.plans.send
 
         def interrupted(message: bytes) -> None:
@@ -63,10 +67,10 @@ def test_a_plan_that_was_told_and_not_run_ends_the_group() -> None:
 
         watcher.plans.send = interrupted  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
-            executor.launch("two")
+            executor.launch(plan(2))
         watcher.plans.send = real  # type: ignore[method-assign]
         with pytest.raises(EngineDead, match="rank 0 failed: KeyboardInterrupt"):
-            executor.launch("three")
+            executor.launch(plan(3))
 
 
 def test_what_is_collected_behind_a_loss_is_nobodys() -> None:
@@ -83,7 +87,7 @@ def test_what_is_collected_behind_a_loss_is_nobodys() -> None:
         executor = RankGroup(Awaits(), watcher, ThisHost(CONFIG, 2))  # type: ignore[arg-type]
         executor.close.detach()
         with pytest.raises(EngineDead, match="was killed by SIGKILL"):
-            executor.collect(executor.launch("one"))
+            executor.collect(executor.launch(plan(1)))
 
 
 @pytest.mark.parametrize("has_given_up", [True, False])
@@ -218,8 +222,7 @@ def test_a_stage_on_the_cpu_times_its_steps_without_a_device(
 
     class Plans:
         def __init__(self) -> None:
-            step: dict[str, Any] = {"new_rows": (), "page_appends": (), "own_spans": ()}
-            self._left = [pack(StepPlan(seq=1, is_timed=True, **step))]
+            self._left = [pack(plan(1, is_timed=True))]
 
         def receive(self, timeout_s: float | None = None) -> bytes:
             if not self._left:
