@@ -1,6 +1,6 @@
 """What a sum over the ranks of one host costs, with the norm behind it: NCCL's all-reduce and a
 kernel, a sum over peer memory and a kernel, both in one launch, and both in one launch where each
-rank adds a share of the rows.
+rank adds a share of the rows, at once or in rounds.
 
     python -m benchmarks.peer_sums [--gpus 2] [--width 4096] [--rows 1,16,128,256,2048,8192]
     python -m benchmarks.peer_sums --inputs 2048,6144 --rows 4096,8192
@@ -9,7 +9,8 @@ Microseconds of rank 0 where they stand, in a captured graph of many, medians ov
 all take turns. Bytes are those of a part, against the time of the last column.
 
 With `--inputs`: the product of so many inputs in front of it too, alone, as a whole with the sum
-behind it, and in chunks that are copied beside it. Not captured: as prompts run.
+behind it, and in chunks that are copied (two ranks) or added beside it. Not captured: as prompts
+run.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ import torch.multiprocessing as processes
 from engine_service.distributed import Group, Place, meet, open_store
 from engine_service.kernels.norm import add_rms_norm, rms_norm
 from engine_service.kernels.peer_sum import add_parts_triton
+from engine_service.kernels.rounds_sum import add_parts_rounds_triton
 from engine_service.kernels.split_sum import add_parts_split_triton
-from engine_service.peers import NUM_SITES, PeerSums
+from engine_service.peers import LEAST_INPUTS, NUM_SITES, PeerSums
 from engine_service.pushes import MakeRows
 
 _ROUNDS, _SUMS, _REPLAYS = 15, 20, 5
@@ -55,7 +57,16 @@ def list_sums(group: Group, peers: PeerSums) -> Mapping[str, Sum]:
     def split(site: int, residual: torch.Tensor, weight: torch.Tensor) -> object:
         return add_parts_split_triton(residual, peers.sites[site], group.rank, (weight, _EPS))
 
-    return {"NCCL, norm": library, "peers, norm": apart, "fused": whole, "split": split}
+    def rounds(site: int, residual: torch.Tensor, weight: torch.Tensor) -> object:
+        return add_parts_rounds_triton(residual, peers.sites[site], group.rank, (weight, _EPS))
+
+    return {
+        "NCCL, norm": library,
+        "peers, norm": apart,
+        "fused": whole,
+        "split": split,
+        "rounds": rounds,
+    }
 
 
 def capture(one: Sum, residual: torch.Tensor, weight: torch.Tensor) -> torch.cuda.CUDAGraph:
@@ -106,11 +117,11 @@ def measure_products(
             for _ in range(_SUMS):
                 make(slice(None), y)
 
-        def summed(by_rows: bool, make: MakeRows = make, residual: torch.Tensor = residual) -> None:
+        def summed(inputs: int, make: MakeRows = make, residual: torch.Tensor = residual) -> None:
             for at in range(_SUMS):
-                peers.add_sum(at % NUM_SITES, residual, make, (norm, _EPS), by_rows=by_rows)
+                peers.add_sum(at % NUM_SITES, residual, make, (norm, _EPS), inputs=inputs)
 
-        times = in_turn([alone, partial(summed, False), partial(summed, True)])
+        times = in_turn([alone, partial(summed, 0), partial(summed, LEAST_INPUTS)])
         if not rank:
             told = "".join(f"{time:12.1f}" for time in times)
             print(f"{num_inputs:6d}{num_rows:6d}{told}", flush=True)

@@ -89,16 +89,16 @@ class Group:
         make: MakeRows,
         *,
         norm: tuple[torch.Tensor, float] | None = None,
-        by_rows: bool = False,
+        inputs: int = 0,
     ) -> torch.Tensor | None:
-        """residual := residual + the sum of what `make` gives on all ranks. `by_rows`: it can also
-        make some rows after others. Returns the RMSNorm (weight, eps) of the sum, if one is given
-        and the sum has it for nothing.
+        """residual := residual + the sum of what `make` gives on all ranks. `inputs`: of the
+        product by which it can also make some rows after others; 0: it cannot. Returns the RMSNorm
+        (weight, eps) of the sum, if one is given and the sum has it for nothing.
 
         Sums that follow each other have different sites (below peers.NUM_SITES).
         """
         if self.peers is not None and self.peers.fit(residual):
-            return self.peers.add_sum(site, residual, make, norm, by_rows=by_rows)
+            return self.peers.add_sum(site, residual, make, norm, inputs=inputs)
         residual.add_(self.sum_(make(slice(None), None)))
         return None
 

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
+from engine_service.beside import BesideSums
 from engine_service.kernels.jit import runs_triton
 from engine_service.kernels.peer_sum import MAX_BLOCKS, Parts, add_parts_triton, release
+from engine_service.kernels.rounds_sum import add_parts_rounds_triton
 from engine_service.kernels.split_sum import add_parts_split_triton
 from engine_service.pushes import LEAST_ROWS, MakeRows, Pushes
 
@@ -23,6 +25,11 @@ _MOST_BYTES = 128 << 20
 _FEW_BYTES = 512 << 10
 """Of a part that three ranks or more read whole; of a larger one each adds a share of the rows. Two
 would read and write no less so."""
+_MANY_BYTES = 32 << 20
+"""Of a part from which on they do so in rounds."""
+LEAST_INPUTS = 4096
+"""Of a product beside which three ranks or more add its chunks. With 2,048 a chunk is made in half
+of the time that a sum takes: nothing was won, with four times as many launches."""
 _OPEN: WeakSet[PeerSums] = WeakSet()
 
 
@@ -75,6 +82,7 @@ class PeerSums:
         if size == 2 and self._rows >= LEAST_ROWS:
             sizes = {"sites": NUM_SITES, "rows": self._rows, "width": width}
             self._pushes = Pushes(rank, share, **sizes, dtype=dtype)
+        self._beside = BesideSums(rank, self.sites, device) if size > 2 else None
         self._aside = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)
         _OPEN.add(self)
@@ -93,18 +101,22 @@ class PeerSums:
         make: MakeRows,
         norm: tuple[torch.Tensor, float] | None = None,
         *,
-        by_rows: bool = False,
+        inputs: int = 0,
     ) -> torch.Tensor | None:
         """residual := residual + the sum of what `make` gives on all ranks; returns its RMSNorm
-        (weight, eps), if one is given. `by_rows`: it can also make some rows after others."""
+        (weight, eps), if one is given. `inputs`: of the product by which `make` can also make some
+        rows after others; 0: it cannot."""
         num_rows = len(residual)
         part = self.sites[site].parts[self._rank][:num_rows]
         # Steps that are captured are small; and copies are counted on the host.
         captured = torch.cuda.is_current_stream_capturing()
-        if self._pushes is None or not by_rows or num_rows < LEAST_ROWS or captured:
-            make(slice(None), part)
-            return self.add(site, residual, norm)
-        return self._pushes.add(site, residual, part, make, norm)
+        if inputs and num_rows >= LEAST_ROWS and not captured:
+            if self._pushes is not None:
+                return self._pushes.add(site, residual, part, make, norm)
+            if self._beside is not None and inputs >= LEAST_INPUTS:
+                return self._beside.add(site, residual, make, norm)
+        make(slice(None), part)
+        return self.add(site, residual, norm)
 
     def add(
         self, site: int, residual: torch.Tensor, norm: tuple[torch.Tensor, float] | None = None
@@ -112,8 +124,11 @@ class PeerSums:
         """residual := residual + the sum of all ranks' parts; returns its RMSNorm (weight, eps), if
         one is given."""
         shared, size = self.sites[site], residual.numel() * residual.itemsize
-        add = add_parts_split_triton if self._size > 2 and size > _FEW_BYTES else add_parts_triton
-        return add(residual, shared, self._rank, norm)
+        if self._size == 2 or size <= _FEW_BYTES:
+            return add_parts_triton(residual, shared, self._rank, norm)
+        if size < _MANY_BYTES:
+            return add_parts_split_triton(residual, shared, self._rank, norm)
+        return add_parts_rounds_triton(residual, shared, self._rank, norm)
 
     def release(self) -> None:
         """See `release_all`."""

@@ -10,7 +10,7 @@ not know models, nor how memory comes to be shared. Shape legend: T rows, E hidd
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,7 +36,7 @@ class Parts(NamedTuple):
     lines: torch.Tensor
     """[R] int64 of this rank: where each one's signals begin."""
     turns: torch.Tensor
-    """[MAX_BLOCKS] int32 of this rank, zero at first: launches so far."""
+    """[MAX_BLOCKS] int32 of this rank, zero at first: turns so far, one or more a launch."""
 
 
 def add_parts_ref(
@@ -79,12 +79,21 @@ def add_row(
 
 
 @jit
-def next_turn(count_ptr: tl.tensor) -> tl.tensor:
-    """Launches are counted on the device: a captured graph tells another number at every replay."""
+def next_turn(count_ptr: tl.tensor, more: tl.tensor = 0) -> tl.tensor:
+    """Turns are counted on the device: a captured graph tells another number at every replay. The
+    launch takes so many more behind this one."""
     turn = tl.load(count_ptr) + 1
     tl.debug_barrier()
-    tl.store(count_ptr, turn)
+    tl.store(count_ptr, turn + more)
     return turn
+
+
+@jit
+def wait_for_inputs(PDL: tl.constexpr) -> None:
+    """What was launched behind may begin to wait, too."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @jit
@@ -146,9 +155,7 @@ def _add_parts_kernel(
     peer = tl.arange(0, LANES)
     there = (peer < NUM_RANKS) & (peer != RANK)
     lines = lines_of(lines_ptr, peer, there)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(PDL)
     turn = next_turn(count_ptr + block)
     tell(lines, there, RANK * MAX + block, turn)
     wait(signals_ptr + peer * MAX + block, there, turn)
@@ -175,13 +182,31 @@ def add_parts_triton(
     A part may be written again once any later sum of other parts has been launched behind this one.
     The norm's weight must have been there before the kernels ahead were launched: it is read early.
     """
+    programs = min(_PROGRAMS, len(residual_TE))
+    return launch_sum(_add_parts_kernel, programs, residual_TE, shared, rank, norm)
+
+
+def launch_sum(
+    kernel: Any,
+    programs: int,
+    residual_TE: torch.Tensor,
+    shared: Parts,
+    rank: int,
+    norm: tuple[torch.Tensor, float] | None,
+    *sizes: int,
+    normed_TE: torch.Tensor | None = None,
+    maxnreg: int | None = None,
+) -> torch.Tensor | None:
+    """A kernel that adds whole rows of all parts. `sizes`: what it takes behind the number of rows;
+    `normed` takes the norm, if it is given. Returned is the norm, if there is one."""
     assert residual_TE.is_contiguous()
     num_rows, width = residual_TE.shape
     block = triton.next_power_of_2(width)
     weight, eps = norm or (None, 0.0)
-    normed_TE = None if weight is None else torch.empty_like(residual_TE)
+    if weight is not None and normed_TE is None:
+        normed_TE = torch.empty_like(residual_TE)
     overlap = overlaps_launches(residual_TE.device)
-    _add_parts_kernel[(min(_PROGRAMS, num_rows),)](
+    kernel[(programs,)](
         residual_TE,
         shared.parts,
         shared.signals[rank],
@@ -191,6 +216,7 @@ def add_parts_triton(
         normed_TE,
         eps,
         num_rows,
+        *sizes,
         WIDTH=width,
         RANK=rank,
         NUM_RANKS=len(shared.parts),
@@ -199,6 +225,7 @@ def add_parts_triton(
         BLOCK=block,
         PDL=overlap,
         num_warps=row_warps(block),
+        maxnreg=maxnreg,
         launch_pdl=overlap,
     )
     return normed_TE

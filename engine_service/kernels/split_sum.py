@@ -14,33 +14,35 @@ from functools import cache, partial
 
 import torch
 
-from engine_service.kernels.jit import jit, overlaps_launches, tl, triton
+from engine_service.kernels.jit import jit, tl
 from engine_service.kernels.norm import normed_row
 from engine_service.kernels.peer_sum import (
     MAX_BLOCKS,
     Parts,
     add_row,
+    launch_sum,
     lines_of,
     next_turn,
-    row_warps,
     tell,
     wait,
+    wait_for_inputs,
 )
 
-_REGISTERS = 64
+REGISTERS = 64
 """Of a thread at most where a multiprocessor must hold two programs at once; they are faster with
 as many as they like."""
 
 
 @cache
-def _num_sms(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors that it has."""
     if device.type != "cuda":
         return MAX_BLOCKS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @jit
-def _give_row(
+def give_row(
     x: tl.tensor,
     parts: tl.tensor,
     row: tl.tensor,
@@ -56,7 +58,7 @@ def _give_row(
 
 
 @jit
-def _take_row(
+def take_row(
     residual_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     normed_ptr: tl.tensor,
@@ -109,22 +111,20 @@ def _split_sum_kernel(
     awaited = there & ((owner == RANK) | (peer == owner))
     lines = lines_of(lines_ptr, peer, there)
     told = signals_ptr + peer * MAX + block
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(PDL)
     turn = next_turn(count_ptr + block)
     if owner == RANK:
         wait(told, awaited, turn)
         # Nobody else reads these rows, on any rank: their sum may take the place of the parts.
         for row in range(first, last, programs):
             x = add_row(residual_ptr, parts, normed_ptr, row, column, weight, eps, NUM_RANKS, WIDTH)
-            _give_row(x, parts, row, column, RANK, NUM_RANKS, WIDTH)
+            give_row(x, parts, row, column, RANK, NUM_RANKS, WIDTH)
         tell(lines, there, RANK * MAX + block, turn)
     else:
         tell(lines, there, RANK * MAX + block, turn)
         wait(told, awaited, turn)
         for row in range(first, last, programs):
-            _take_row(residual_ptr, parts[RANK], normed_ptr, row, column, weight, eps, WIDTH)
+            take_row(residual_ptr, parts[RANK], normed_ptr, row, column, weight, eps, WIDTH)
 
 
 def add_parts_split_triton(
@@ -140,39 +140,20 @@ def add_parts_split_triton(
     launched behind this one. The norm's weight must have been there before the kernels ahead were
     launched: it is read early.
     """
-    assert residual_TE.is_contiguous()
-    num_rows, width = residual_TE.shape
     num_ranks = len(shared.parts)
-    share = -(-num_rows // num_ranks)
+    share = -(-len(residual_TE) // num_ranks)
     # For the share of each rank. The same program has the same rows on all ranks: on one it adds
     # them, on the others it waits for them.
-    sms = _num_sms(residual_TE.device)
+    sms = num_sms(residual_TE.device)
     programs = min(share, min(MAX_BLOCKS, 2 * sms) // num_ranks)
-    block = triton.next_power_of_2(width)
-    weight, eps = norm or (None, 0.0)
-    normed_TE = None if weight is None else torch.empty_like(residual_TE)
-    overlap = overlaps_launches(residual_TE.device)
-    _split_sum_kernel[(num_ranks * programs,)](
+    return launch_sum(
+        _split_sum_kernel,
+        num_ranks * programs,
         residual_TE,
-        shared.parts,
-        shared.signals[rank],
-        shared.lines,
-        shared.turns,
-        weight,
-        normed_TE,
-        eps,
-        num_rows,
+        shared,
+        rank,
+        norm,
         share,
         programs,
-        WIDTH=width,
-        RANK=rank,
-        NUM_RANKS=num_ranks,
-        LANES=triton.next_power_of_2(num_ranks),
-        MAX=MAX_BLOCKS,
-        BLOCK=block,
-        PDL=overlap,
-        num_warps=row_warps(block),
-        maxnreg=_REGISTERS if num_ranks * programs > sms else None,
-        launch_pdl=overlap,
+        maxnreg=REGISTERS if num_ranks * programs > sms else None,
     )
-    return normed_TE

@@ -33,9 +33,9 @@ def add_ranks(
     make: MakeRows,
     before: RMSNorm | None,
     *,
-    by_rows: bool = False,
+    inputs: int = 0,
 ) -> Ahead:
     """`Group.add_sum`; what it leaves is read behind the norm `before`."""
     own = None if before is None else (before.weight, before.eps)
-    normed_TE = group.add_sum(residual_TE, site, make, norm=own, by_rows=by_rows)
+    normed_TE = group.add_sum(residual_TE, site, make, norm=own, inputs=inputs)
     return Ahead(residual_TE, before) if normed_TE is None else Ahead(normed_TE)

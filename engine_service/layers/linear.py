@@ -72,7 +72,8 @@ class Linear(nn.Module):
         def make(rows: slice, room: torch.Tensor | None) -> torch.Tensor:
             return scheme.apply(x_TI[rows], weights, out=room)
 
-        return add_ranks(self._group, residual_TO, self._site, make, before, by_rows=True)
+        inputs = x_TI.shape[1]
+        return add_ranks(self._group, residual_TO, self._site, make, before, inputs=inputs)
 
     def add_part(self, residual_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
         """residual + forward(x), a part of the ranks' sum; `residual` is overwritten and

@@ -1,4 +1,5 @@
-"""Several ranks sum parts of all sizes: read whole, added in shares, and copied in chunks.
+"""Several ranks sum parts of all sizes: read whole, added in shares, at once and in rounds, and in
+chunks, copied or added beside what makes the next.
 
     python -m tests.gpu.peer_sums RANKS
 
@@ -18,15 +19,15 @@ import torch.multiprocessing as processes
 
 from engine_service.distributed import Group, Place, meet, open_store
 from engine_service.kernels.peer_sum import add_parts_ref
-from engine_service.peers import NUM_SITES, PeerSums
+from engine_service.peers import LEAST_INPUTS, NUM_SITES, PeerSums
 from engine_service.pushes import LEAST_ROWS
 
-WIDTH, MOST, TURNS = 1280, 8192, 90
+WIDTH, MOST, TURNS = 2560, 8192, 90
 EPS = 1e-6
 
 
 def sum_of(
-    peers: PeerSums, site: int, residual: torch.Tensor, part: torch.Tensor, by_rows: bool
+    peers: PeerSums, site: int, residual: torch.Tensor, part: torch.Tensor, inputs: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(residual + all parts, the norm of it)."""
 
@@ -35,7 +36,7 @@ def sum_of(
         return room.copy_(part[rows])
 
     weight = torch.linspace(0.5, 2.0, WIDTH, dtype=part.dtype, device=part.device)
-    normed = peers.add_sum(site, residual, make, (weight, EPS), by_rows=by_rows)
+    normed = peers.add_sum(site, residual, make, (weight, EPS), inputs=inputs)
     assert normed is not None
     return residual, normed
 
@@ -54,7 +55,7 @@ def count_wrong(group: Group, device: torch.device, turns: int) -> int:
         if group.rank == turn % group.size:
             torch.cuda._sleep(3_000_000)
         site = turn % NUM_SITES
-        given = residual.clone(), parts[group.rank], turn % 4 > 0
+        given = residual.clone(), parts[group.rank], LEAST_INPUTS * (turn % 4 > 0)
         total, normed = sum_of(group.peers, site, *given)
         weight = torch.linspace(0.5, 2.0, WIDTH, dtype=torch.bfloat16, device=device)
         want = add_parts_ref(residual, tuple(parts), (weight, EPS))
@@ -76,14 +77,16 @@ def run(rank: int, num_ranks: int, place: tuple[str, int]) -> None:
     group = group.with_peers(MOST, WIDTH, torch.bfloat16, device)
     wrong = group.all_of(count_wrong(group, device, TURNS))
     assert group.peers is not None
-    group.peers.release()
-    group.await_all(60.0)
     unwaited = [0, 0, 0]
     for index, rows in enumerate((64, LEAST_ROWS - 1, MOST)):
+        # What peers tell takes the place of the release.
+        group.peers.release()
+        group.await_all(60.0)
         parts = torch.full((rows, WIDTH), rank + 1.0, dtype=torch.bfloat16, device=device)
         if rank:
             torch.cuda._sleep(300_000_000)
-        total, _ = sum_of(group.peers, index % NUM_SITES, torch.zeros_like(parts), parts, True)
+        given = torch.zeros_like(parts), parts, LEAST_INPUTS
+        total, _ = sum_of(group.peers, index % NUM_SITES, *given)
         unwaited[index] = int((total != num_ranks * (num_ranks + 1) / 2).any())
         group.await_all(60.0)
     told = [max(of) for of in zip(*group.all_of(unwaited), strict=True)]

@@ -1,0 +1,152 @@
+"""`split_sum` for many rows, in rounds: every program adds rows of its own rank's share.
+
+There a program has rows of one share, so that of four ranks' programs three in four wait while one
+reads over the links. Here all of them read and write at once, and while a round's rows are on their
+way to the other ranks, a program takes what these have added in the round before. A signal a round
+more is what that costs: it pays from thousands of rows on. It does not know models, nor how memory
+comes to be shared. Shape legend: T rows, E hidden size, R ranks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from engine_service.kernels.jit import jit, tl
+from engine_service.kernels.peer_sum import (
+    MAX_BLOCKS,
+    Parts,
+    add_row,
+    launch_sum,
+    lines_of,
+    next_turn,
+    tell,
+    wait,
+    wait_for_inputs,
+)
+from engine_service.kernels.split_sum import REGISTERS, give_row, num_sms, take_row
+
+_ROUND = 2
+"""Rows of a program that it tells together."""
+
+
+@jit
+def _add_rows(
+    residual_ptr: tl.tensor,
+    parts: tl.tensor,
+    normed_ptr: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """This program's rows of the rank's share; the sums take the places of the parts: nobody else
+    reads these, on any rank."""
+    column = tl.arange(0, BLOCK)
+    for row in range(first + tl.program_id(0), last, tl.num_programs(0)):
+        x = add_row(residual_ptr, parts, normed_ptr, row, column, weight, eps, NUM_RANKS, WIDTH)
+        give_row(x, parts, row, column, RANK, NUM_RANKS, WIDTH)
+
+
+@jit
+def _take_rows(
+    residual_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    normed_ptr: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """This program's rows of another rank's share."""
+    column = tl.arange(0, BLOCK)
+    for row in range(first + tl.program_id(0), last, tl.num_programs(0)):
+        take_row(residual_ptr, sums_ptr, normed_ptr, row, column, weight, eps, WIDTH)
+
+
+@partial(jit, do_not_specialize=["num_rows", "share", "stride"])
+def _rounds_sum_kernel(
+    x_ptr: tl.tensor,
+    parts: tl.tensor,
+    signals_ptr: tl.tensor,
+    lines_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    normed_ptr: tl.tensor,
+    eps: tl.tensor,
+    num_rows: tl.tensor,
+    share: tl.tensor,
+    stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+    MAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    block, weight = tl.program_id(0), None
+    if weight_ptr is not None:
+        column = tl.arange(0, BLOCK)
+        weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0)
+    peer = tl.arange(0, LANES)
+    there = (peer < NUM_RANKS) & (peer != RANK)
+    lines, told = lines_of(lines_ptr, peer, there), signals_ptr + peer * MAX + block
+    wait_for_inputs(PDL)
+    # One for the parts, and one a round.
+    turn = next_turn(count_ptr + block, (share + stride - 1) // stride)
+    tell(lines, there, RANK * MAX + block, turn)
+    wait(told, there, turn)
+    for start in range(0, share + stride, stride):
+        if start < share:
+            first = RANK * share + start
+            last = min(min(first + stride, (RANK + 1) * share), num_rows)
+            _add_rows(
+                x_ptr, parts, normed_ptr, first, last, weight, eps, RANK, NUM_RANKS, WIDTH, BLOCK
+            )
+            tell(lines, there, RANK * MAX + block, turn + 1)
+        if start > 0:
+            wait(told, there, turn)
+            for other in tl.static_range(NUM_RANKS):
+                if other != RANK:
+                    first = other * share + start - stride
+                    last = min(min(first + stride, (other + 1) * share), num_rows)
+                    _take_rows(
+                        x_ptr, parts[RANK], normed_ptr, first, last, weight, eps, WIDTH, BLOCK
+                    )
+        turn += 1
+
+
+def add_parts_rounds_triton(
+    residual_TE: torch.Tensor,
+    shared: Parts,
+    rank: int,
+    norm: tuple[torch.Tensor, float] | None = None,
+    *,
+    normed_TE: torch.Tensor | None = None,
+    most_sms: int | None = None,
+) -> torch.Tensor | None:
+    """As `split_sum.add_parts_split_triton`, bit for bit. `normed` takes the norm, if it is given;
+    `most_sms` is how many multiprocessors the programs fill (None: all), the same on all ranks."""
+    share = -(-len(residual_TE) // len(shared.parts))
+    sms = most_sms or num_sms(residual_TE.device)
+    programs = min(share, MAX_BLOCKS, 2 * sms)
+    return launch_sum(
+        _rounds_sum_kernel,
+        programs,
+        residual_TE,
+        shared,
+        rank,
+        norm,
+        share,
+        _ROUND * programs,
+        normed_TE=normed_TE,
+        maxnreg=REGISTERS if programs > sms else None,
+    )
