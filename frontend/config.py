@@ -44,7 +44,8 @@ class FrontendConfig:
     max_body_bytes: int = 4 << 20
     """Largest HTTP request body; larger ones are answered 413."""
     max_message_bytes: int = 64 << 20
-    """Largest gRPC message."""
+    """Largest gRPC message of a client, and to an engine, whose own limit counts too where it is
+    smaller; engines may send 64 MiB whatever this says."""
     read_timeout_s: float = 60.0
     """How long a client may take to send an HTTP request, from the first byte of its head to the
     last one of its body; then the connection is closed. 0: any time."""

@@ -6,7 +6,8 @@ from frontend.outbox import Sized
 from tidemill.runtime.errors import InvalidRequest
 
 FROM_ENGINES_BYTES = 64 << 20
-"""What an engine may send in one message, whatever clients may: its steps have 4 MiB at most."""
+"""What an engine may send in one message, whatever clients may: it cuts steps at 4 MiB, but never
+what one row says of one token."""
 _FRAME_BYTES = 64
 """Around a request in its message, at most."""
 

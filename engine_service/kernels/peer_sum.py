@@ -23,7 +23,7 @@ peer's that cannot start."""
 _PROGRAMS = 128
 """Of a launch here."""
 _FAR = 1 << 30
-"""Launches ahead, by which nobody waits any more."""
+"""Turns ahead, by which nobody waits any more."""
 
 
 class Parts(NamedTuple):

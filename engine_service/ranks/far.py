@@ -158,10 +158,12 @@ class Far:
                 self._num_plans += 1
                 if self._num_plans % ACK_EVERY == 0:
                     self._link.send(Frame.ACK, COUNT.pack(self._num_plans))
-        except LinkLost:
-            self._link.shut()
         except _FollowerEnded:
             return  # the watch has seen it, and tells
+        except Exception as failure:  # rank 0 hears of it, and not of a follower that has no plans
+            if not isinstance(failure, LinkLost):
+                _LOG.exception("plans do not go on")
+            self._link.shut()
 
     def _pass_messages(self) -> None:
         try:

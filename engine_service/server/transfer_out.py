@@ -7,6 +7,7 @@ core's pipe.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ from tidemill.runtime.errors import (
 )
 
 _Heard = TypeVar("_Heard")
+_LOG = logging.getLogger("tidemill.engine")
 
 PIECE_BYTES = 2 << 20
 """Of a piece, unless one unit is more: what a core moves between two steps in about 1 ms."""
@@ -61,7 +63,8 @@ class Sending:
         self._ended: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        """Raises the ServiceError that is the call's status."""
+        """Raises the ServiceError that is the call's status, or CancelledError where nobody would
+        read one."""
         frame = await self._within("its TransferOpen", self._stream.read())
         if frame is grpc.aio.EOF or frame.WhichOneof("frame") != "open":
             raise FailedPrecondition("the first frame of a transfer must be TransferOpen")
@@ -136,8 +139,7 @@ class Sending:
                 exported = await answer
                 if exported.piece is None or exported.num_tokens == 0:
                     return False
-                message = convert.piece_message(start, exported)
-                await self._within("that it reads a KvPiece", self._stream.write(message))
+                await self._write(convert.piece_message(start, exported))
                 desk.observer.metrics.transfers.moved(model, SENT, exported.piece)
         finally:
             reader.cancel()
@@ -154,6 +156,15 @@ class Sending:
         finally:
             self._num_out = -NEVER
             self._taken.set()
+
+    async def _write(self, message: Any) -> None:
+        """Raises CancelledError where the caller reads no more."""
+        try:
+            await self._within("that it reads a KvPiece", self._stream.write(message))
+        except DeadlineExceeded as silent:
+            # It would not read a status either, and gRPC would wait until it does.
+            _LOG.warning("a transfer is dropped: %s", silent.message)
+            raise asyncio.CancelledError from silent
 
     async def _within(self, due: str, heard: Awaitable[_Heard]) -> _Heard:
         """What the caller does, which has as long for each as it waits for all: one that lives and

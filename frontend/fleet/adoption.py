@@ -1,11 +1,13 @@
 """How an engine that has answered comes in: it is of the same model, whose tokenizer is there.
 
-A slow engine holds up nobody: tokenizers are fetched side by side, the first one serves for all.
+One fetched tokenizer serves for all engines of a model, so it is asked of one of them; where that
+one is slow, of the next too, so that it holds up nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +19,8 @@ from frontend.messages import EngineFacts
 
 Known = Callable[[], Mapping[str, EngineFacts]]
 """What the other engines that are in have said, by address, at the time."""
+PATIENCE_S = 2.0
+"""For an engine that sends its tokenizer, before the next one is asked."""
 
 
 class Models(Protocol):
@@ -34,8 +38,11 @@ class Adoption:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._turn = asyncio.Lock()
+        self._turn, self._starting = asyncio.Lock(), asyncio.Lock()
+        self._num_coming = 0
+        """That have been asked for their tokenizers."""
         self._news = asyncio.Event()
+        """One of them has come in, or has failed."""
 
     async def adopt(self, client: EngineClient, facts: EngineFacts, known: Known) -> None:
         """Sets the facts of an engine that is in. Raises FailedPrecondition when it is not one of
@@ -46,10 +53,33 @@ class Adoption:
             if not self._models.needs_tokenizer(facts):
                 is_in = await self._enter(client, facts, known, None)
                 continue
-            with tempfile.TemporaryDirectory(prefix="tidemill-tokenizer-") as name:
-                folder = Path(name)
-                if await self._fetched(client, facts, folder):
-                    is_in = await self._enter(client, facts, known, folder)
+            if not await self._begin(facts):
+                continue
+            try:
+                with tempfile.TemporaryDirectory(prefix="tidemill-tokenizer-") as name:
+                    folder = Path(name)
+                    if await self._fetched(client, facts, folder):
+                        is_in = await self._enter(client, facts, known, folder)
+            finally:
+                self._num_coming -= 1
+                self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _begin(self, facts: EngineFacts) -> bool:
+        """Whether it is to be asked for its tokenizer, now; False: it is not needed any more."""
+        async with self._starting:
+            deadline = asyncio.get_running_loop().time() + PATIENCE_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    while self._num_coming and self._models.needs_tokenizer(facts):
+                        await self._news.wait()
+            if not self._models.needs_tokenizer(facts):
+                return False
+            self._num_coming += 1
+            return True
 
     async def _enter(
         self, client: EngineClient, facts: EngineFacts, known: Known, folder: Path | None
@@ -61,8 +91,7 @@ class Adoption:
                 return False
             await self._models.serve(common, folder)
             client.facts = facts
-            self._news.set()
-            self._news = asyncio.Event()
+            self._tell()
         return True
 
     async def _fetched(self, client: EngineClient, facts: EngineFacts, folder: Path) -> bool:

@@ -44,6 +44,8 @@ class _Orphans:
 
     def add(self, stored: Stored) -> None:
         """They wait for `stored.parent`; the oldest go where there are too many."""
+        if not stored.hashes:
+            return
         number = next(self._numbers)
         for name in stored.hashes:
             self.drop(name)

@@ -2,8 +2,9 @@
 
     TRITON_INTERPRET=1 python -m tests.kernels.ranks_adding RANKS SEED
 
-Prints a line: how many sums were wrong, and how many of those for which nobody waited. Each
-interprets its kernels' programs one after the other, so that signals decide who goes on.
+Prints a line: how many sums were wrong, how many of those for which nobody waited, and how many
+ranks failed or hung. Each interprets its kernels' programs one after the other, so that signals
+decide who goes on.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from engine_service.kernels.rounds_sum import add_parts_rounds_triton
 from engine_service.kernels.split_sum import add_parts_split_triton
 
 WIDTH, MOST, TURNS, EPS = 72, 90, 12, 1e-6
+LIMIT_S = 200.0
 FEW = partial(add_parts_rounds_triton, most_sms=1)
 """Two programs, so that some rows make many rounds."""
 KINDS: tuple[Callable[..., torch.Tensor | None], ...] = (
@@ -84,11 +86,16 @@ def main(num_ranks: int, seed: int) -> None:
     for rank in range(num_ranks):
         turns = torch.full((MAX_BLOCKS,), start, dtype=torch.int32)
         sites = [Parts(tuple(site), tuple(signals), lines, turns) for site in parts]
-        ranks.append(fork.Process(target=run, args=(rank, sites, seed, counts, together)))
+        held = sites, seed, counts, together
+        ranks.append(fork.Process(target=run, args=(rank, *held), daemon=True))
         ranks[-1].start()
+    deadline = time.monotonic() + LIMIT_S
     for one in ranks:
-        one.join(120.0)
-    print(*counts.sum(0).tolist(), sum(abs(one.exitcode or 0) for one in ranks), flush=True)
+        one.join(max(0.0, deadline - time.monotonic()))
+        if one.exitcode is None:  # it waits for ever
+            one.kill()
+            one.join()
+    print(*counts.sum(0).tolist(), sum(one.exitcode != 0 for one in ranks), flush=True)
     os._exit(0)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from tidemill.v1 import engine_pb2_grpc as rpc
 
 NUM_TALKS = 150
 ANSWER_S = 20.0
+SMALL_PIECES = 40_000
+"""So that a prompt is several of half as many bytes."""
 
 
 def talk(stub: Any, frames: list[pb.TransferRequest]) -> tuple[grpc.StatusCode, int]:
@@ -62,9 +66,30 @@ async def check_broken(source: EngineServer, opened: pb.TransferRequest) -> None
         assert to_error(caught.value).reason == "MALFORMED_MESSAGE"
 
 
+@contextmanager
+def changed(source: EngineServer, **flags: Any) -> Iterator[None]:
+    desk, before = source.desk, source.desk.config
+    desk.config = replace(before, **flags)
+    yield
+    desk.config = before
+
+
+async def check_unread(source: EngineServer, opened: pb.TransferRequest, num_read: int) -> None:
+    """A caller that reads no more, and whose transport has no room: while it lives its call does,
+    and nothing of the engine is held for it, nor waited for when the engine ends."""
+    options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    async with grpc.aio.insecure_channel(address(source), options=options) as channel:
+        call = rpc.KvTransferServiceStub(channel).Transfer(timeout=ANSWER_S)
+        await call.write(opened)
+        for _ in range(num_read):
+            assert await call.read()
+            await call.write(pb.TransferRequest(taken=pb.PieceTaken()))
+        await until(lambda: bool(source.desk.sending))
+        await until(lambda: is_free(source) and not source.desk.sending, ANSWER_S / 2)
+        assert not call.done(), "it ended by itself"
+
+
 async def check_silent(source: EngineServer, opened: pb.TransferRequest) -> None:
-    before, desk = source.desk.config, source.desk
-    desk.config = replace(before, kv_transfer_timeout_s=1.0)
     async with grpc.aio.insecure_channel(address(source)) as channel:
         for frames, due in (([], "its TransferOpen"), ([opened], "a PieceTaken")):
             call = rpc.KvTransferServiceStub(channel).Transfer(timeout=ANSWER_S)
@@ -75,7 +100,6 @@ async def check_silent(source: EngineServer, opened: pb.TransferRequest) -> None
             error = to_error(caught.value)
             assert (error.reason, due in error.message) == ("KV_SILENT", True), error.message
             await until(lambda: is_free(source))
-    desk.config = before
 
 
 async def test_no_frame_of_a_transfer_is_too_strange(tmp_path: Path) -> None:
@@ -104,7 +128,13 @@ async def test_no_frame_of_a_transfer_is_too_strange(tmp_path: Path) -> None:
 
         await asyncio.to_thread(ask_all)
         await check_broken(source, opened)
-        await check_silent(source, opened)
+        long = pb.TransferRequest()
+        long.CopyFrom(opened)
+        long.open.prompt_token_ids = pack(*(3 + one % 64 for one in range(1200)))
+        with changed(source, kv_transfer_timeout_s=3.0, max_message_bytes=SMALL_PIECES):
+            await check_silent(source, opened)
+            for num_read in (0, 1):
+                await check_unread(source, long, num_read)
         await until(lambda: is_free(source))
         assert {grpc.StatusCode.OK, grpc.StatusCode.FAILED_PRECONDITION} <= seen, seen
         assert not any(moved(source, "kv_transfers_open").values())

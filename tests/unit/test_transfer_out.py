@@ -145,23 +145,30 @@ async def test_a_caller_that_never_says_what_it_wants_is_ended() -> None:
     assert caught.value.reason == "KV_SILENT"
 
 
-@pytest.mark.parametrize(("reads", "due"), [(True, "a PieceTaken"), (False, "that it reads a")])
-async def test_a_silent_caller_is_ended_and_holds_nothing(reads: bool, due: str) -> None:
-    """One that takes nothing that is sent, or never says so. Its time begins anew with each."""
+async def test_a_caller_that_never_says_what_it_took_is_ended_and_holds_nothing() -> None:
+    """Its time begins anew with each word."""
     asks, talk = Asks(), Talk()
     asks.answers.set()
-    run = sending(asks, talk, 1.0)
-    for _ in range(3 * reads):
-        await asyncio.sleep(0.4)
+    run = sending(asks, talk, 4.0)
+    for _ in range(3):
+        await asyncio.sleep(1.5)
         talk.say_taken(1)
     await settled()
     assert not run.done(), "it was not silent for so long"
-    if not reads:
-        talk.reads.clear()
-        talk.say_taken(1)
-    with pytest.raises(DeadlineExceeded, match=f"silent for 1 s, and {due}") as caught:
+    with pytest.raises(DeadlineExceeded, match=r"silent for 4 s, and a PieceTaken") as caught:
         await asyncio.wait_for(run, PATIENCE_S)
     assert (caught.value.reason, asks.has_ended) == ("KV_SILENT", True)
+
+
+async def test_a_caller_that_reads_no_more_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    """It holds nothing, and nobody waits for it to read a status."""
+    asks, talk = Asks(), Talk()
+    asks.answers.set()
+    talk.reads.clear()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(sending(asks, talk, 0.5), PATIENCE_S)
+    assert asks.has_ended
+    assert "silent for 0.5 s, and that it reads a KvPiece" in caplog.text
 
 
 async def test_a_frame_that_is_none_ends_the_transfer() -> None:
