@@ -12,6 +12,9 @@ MIN_TEMPERATURE = 9e-6
 """Far below it the scaled logits leave the range of float32. Not 1e-5, which callers like to send:
 a float32 field makes 9.9999997e-06 of it. 0 is greedy."""
 
+MAX_TEMPERATURE = 1e30
+"""Uniform long before. Above it the inverse leaves float32, and 0 times -inf is no number."""
+
 
 class _Range(NamedTuple):
     low: float
@@ -20,7 +23,7 @@ class _Range(NamedTuple):
 
 
 _RANGES = {
-    "temperature": _Range(MIN_TEMPERATURE, math.inf, "0 (greedy) or at least 9e-6"),
+    "temperature": _Range(MIN_TEMPERATURE, MAX_TEMPERATURE, "0 (greedy) or in [9e-6, 1e30]"),
     "top_p": _Range(math.ulp(0.0), 1.0, "in (0, 1]"),
     "min_p": _Range(0.0, 1.0, "in [0, 1]"),
     "repetition_penalty": _Range(1e-3, 1e3, "above 0, in [0.001, 1000]"),

@@ -41,6 +41,8 @@ DEFAULT_BLOCK = CANVAS_BLOCK
 """Positions per block of requests that name none (Fast-dLLM's)."""
 _MOST = 1 << 20
 """Beyond every context; what really fits is said when the length is known."""
+_MOST_SCALE = 1e6
+"""Of guidance: times logits it stays in float32."""
 _DEFAULT_ANSWER = 128
 """Positions of the answer of requests without max_tokens (LLaDA's)."""
 
@@ -116,7 +118,8 @@ class FullCanvas(DecodeStrategy):
         block = knobs.get("block_length")
         if block is not None:
             block = read_whole("block_length", block, low=1, high=_MOST)
-        cache, scale = read_cache(knobs), read_number("cfg_scale", knobs.get("cfg_scale", 0), low=0)
+        cache = read_cache(knobs)
+        scale = read_number("cfg_scale", knobs.get("cfg_scale", 0), low=0, high=_MOST_SCALE)
         if scale and not cache.is_exact:
             raise wrong_knob("cfg_scale", scale, f"0 or left out with cache {cache.name}")
         return FullCanvasParams(

@@ -19,6 +19,7 @@ from engine_service.decoding.rules import RULES, Count
 from tidemill.runtime.errors import InvalidRequest
 
 _MAX_POST = 1024
+_LEAST_WARMTH = 1e-6
 _NEVER_REACHED = 2.0
 """A threshold: no probability is as high, and a rule that finds none takes one position."""
 MAX_PARALLEL = 1 << 16
@@ -97,10 +98,17 @@ def read_knobs(knobs: dict[str, Any], *, max_steps: int) -> RevealKnobs:
             "max_parallel", knobs.get("max_parallel", 8), low=1, high=MAX_PARALLEL
         ),
         low_threshold=read_number("low_threshold", low_threshold, low=0.0, high=threshold),
-        alg_temp=read_number("alg_temp", knobs.get("alg_temp", 0.0), low=0.0),
+        alg_temp=_read_warmth(knobs.get("alg_temp", 0.0)),
         eos_last=read_flag("eos_last", knobs.get("eos_last", False)),
         **_read_editing(knobs),
     )
+
+
+def _read_warmth(value: Any) -> float:
+    """0, or no less than what keeps every score finite: positions that are closed have -inf."""
+    if read_number("alg_temp", value, low=0.0) and value < _LEAST_WARMTH:
+        raise wrong_knob("alg_temp", value, f"0 or at least {_LEAST_WARMTH:g}")
+    return float(value)
 
 
 def _read_editing(knobs: dict[str, Any]) -> dict[str, Any]:

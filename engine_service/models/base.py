@@ -63,6 +63,8 @@ class ModelTraits:
     """Of its classification head; 0: it has none."""
     num_segments: int = 1
     """Texts that it tells apart in one prompt."""
+    routes_by_block: bool = False
+    """Whether a block's tokens choose experts together: spans must be whole blocks."""
 
 
 class CausalModel(nn.Module, ABC):

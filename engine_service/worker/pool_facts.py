@@ -41,6 +41,11 @@ def read_pool_facts(checkpoint: Checkpoint, traits: ModelTraits) -> PoolFacts:
             f"the embeddings of {checkpoint.model_id} go through {', '.join(unknown)}, which this "
             f"build does not compute (it knows {', '.join((*_MODULES, *_MODES))})"
         )
+    elif traits.routes_by_block:
+        refusal = (
+            f"{checkpoint.model_id} chooses experts for whole blocks (expert_capacity), and texts "
+            "end inside of blocks: their embeddings would depend on what is computed beside them"
+        )
     return PoolFacts(
         architecture=traits.architecture,
         dimensions=traits.hidden_size,

@@ -12,6 +12,7 @@ import torch
 from engine_service.core.messages import Abort
 from engine_service.core.params import PoolChoice
 from tests.equivalence.pooling import Outcome, make_engine, pool_reference, run, step, submit
+from tests.equivalence.shapes import SHAPES
 from tests.models.checkpoints import SIZES, Case, write
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
@@ -246,6 +247,15 @@ def test_what_cannot_be_pooled_is_refused_by_name(checkpoint, choice, prompt, ki
         submit(engine, 1, prompt, choice)
     assert refused.value.param == param
     assert not engine.scheduler.has_work
+
+
+def test_a_model_whose_blocks_choose_experts_pools_nothing(tmp_path):
+    """Texts end inside of blocks, whose other tokens would be another request's."""
+    by_block = SHAPES["llada2-moe"].config | {"expert_capacity": 4, "block_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(by_block))
+    engine = make_engine(tmp_path, load_format="dummy")
+    with pytest.raises(Unsupported, match="chooses experts for whole blocks"):
+        submit(engine, 1, [1, 2, 3], PoolChoice())
 
 
 def test_without_a_model_there_is_nothing_to_pool():

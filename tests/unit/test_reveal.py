@@ -68,6 +68,7 @@ BAD = [
     ({"remasking": "origin", "steps": 0}, "steps", r"\[1, 4\]"),
     ({"remasking": "random", "steps": 5}, "steps", r"\[1, 4\]"),
     ({"remasking": "entropy", "alg_temp": -0.1}, "alg_temp", "at least 0"),
+    ({"remasking": "entropy", "alg_temp": 1e-310}, "alg_temp", "0 or at least 1e-06"),
     ({"remasking": "hierarchical", "low_threshold": -1}, "low_threshold", r"\[0, 0.9\]"),
     (
         {"remasking": "hierarchical", "threshold": 0.5, "low_threshold": 0.6},
