@@ -12,25 +12,29 @@ _FRAME_BYTES = 64
 """Around a request in its message, at most."""
 
 
+class TooLargeForEngine(InvalidRequest):
+    """This engine's limit is smaller than the frontend's; another one's may not be."""
+
+
 class MessageLimit:
     """The smaller one of the frontend's own limit and the engine's. For one message that is larger,
     gRPC ends its whole stream: a session, with all requests in it."""
 
     def __init__(self, own: int) -> None:
-        self._own = self._most = own
-        self._whose = "frontend"
+        self._own = own
+        self.heard(0)
 
     def heard(self, engines: int) -> None:
         """The engine has told its limit; 0: it does not say."""
-        self._most, self._whose = self._own, "frontend"
+        self._most, self._whose, self._refusal = self._own, "frontend", InvalidRequest
         if 0 < engines < self._own:
-            self._most, self._whose = engines, "engine"
+            self._most, self._whose, self._refusal = engines, "engine", TooLargeForEngine
 
     def check(self, request: Sized) -> None:
         """Raises InvalidRequest for a request that no message holds."""
         size = request.ByteSize() + _FRAME_BYTES
         if size > self._most:
-            raise InvalidRequest(
+            raise self._refusal(
                 f"the request is {size} bytes on its way to the engine, and a message there has at "
                 f"most {self._most} (--max-message-bytes of the {self._whose}); send a shorter "
                 "prompt, schema or grammar, or fewer listed tokens"

@@ -17,6 +17,7 @@ from frontend.engine_pool import PoolPrompt, pool_prompt
 from frontend.fleet.fleet import Fleet
 from frontend.fleet.member import Member
 from frontend.fleet.views import RequestView
+from frontend.message_limit import TooLargeForEngine
 from frontend.messages import Sequence as EngineSequence
 from frontend.messages import Usage
 from tidemill.runtime.errors import (
@@ -59,7 +60,8 @@ class Route:
         trace: TraceContext | None,
     ) -> Call:
         """Submits to the engine of this request, as long as that takes requests. Raises
-        Unavailable, and Overloaded when no engine reads."""
+        Unavailable, Overloaded when no engine reads, and InvalidRequest for what none of those
+        asked has a message for."""
         while True:
             prompt, salt = sequences[0].prompt, sequences[0].cache_salt
             member = self._choose(prompt, salt)
@@ -69,8 +71,8 @@ class Route:
                 asked = [replace(one, kv_source=source.client.address) for one in sequences]
             try:
                 call = member.client.open(request_id, asked, timeout_ms=timeout_ms, trace=trace)
-            except Overloaded as full:
-                if not self._may_try(full) or not self._leaves(member, full):
+            except (Overloaded, TooLargeForEngine) as refused:
+                if not self._may_try(refused) or not self._leaves(member, refused):
                     raise
                 continue
             if source is not None:
@@ -130,7 +132,7 @@ class Route:
             if self._num_losses >= _MOST_LOSSES:
                 return False
             self._num_losses += 1
-        elif not isinstance(error, Unavailable):
+        elif not isinstance(error, Unavailable | TooLargeForEngine):
             return False
         else:
             if self._num_refusals >= _MOST_REFUSALS:

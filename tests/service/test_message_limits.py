@@ -39,12 +39,12 @@ class Served(NamedTuple):
 
 
 @asynccontextmanager
-async def served(folder: Path, engines: dict[str, Any], **flags: Any) -> AsyncIterator[Served]:
+async def served(folder: Path, *engines: dict[str, Any], **flags: Any) -> AsyncIterator[Served]:
     write_tokenizer(folder)
     async with AsyncExitStack() as opened:
         found = []
-        for _ in range(2):
-            found.append(await EngineServer.start(config(**engines), rank_module=FAKE))
+        for own in engines:
+            found.append(await EngineServer.start(config(**own), rank_module=FAKE))
             opened.push_async_callback(found[-1].stop)
         addresses = ",".join(f"127.0.0.1:{one.port}" for one in found)
         base = {"engine": addresses, "http_port": 0, "grpc_port": 0, "tokenizer": str(folder)}
@@ -53,7 +53,7 @@ async def served(folder: Path, engines: dict[str, Any], **flags: Any) -> AsyncIt
         url = f"http://127.0.0.1:{frontend.http_port}"
         http = await opened.enter_async_context(http_client(url))
         one = Served(frontend, found, http)
-        await until(lambda: one.states() == ["ready"] * 2)
+        await until(lambda: one.states() == ["ready"] * len(engines))
         yield one
 
 
@@ -69,7 +69,7 @@ async def test_a_request_that_no_message_holds_is_refused_and_its_neighbours_go_
 ) -> None:
     """gRPC ended the session for it, with all requests there, and so at the next engine."""
     engines, flags = LIMITS[whose]
-    async with served(tmp_path, engines, **flags) as one:
+    async with served(tmp_path, engines, engines, **flags) as one:
         body = {"prompt": [5], "max_tokens": 400}
         neighbours = [
             asyncio.create_task(one.http.post("/v1/completions", json=body)) for _ in range(4)
@@ -100,6 +100,21 @@ async def test_a_request_that_no_message_holds_is_refused_and_its_neighbours_go_
         nearly = {"prompt": [5], "regex": "a" * (SMALL - 500), "max_tokens": 1}
         fits = await one.http.post("/v1/completions", json=nearly)
         assert fits.status_code == 200, fits.text
+
+
+async def test_an_engine_of_a_larger_limit_takes_what_another_one_cannot(tmp_path: Path) -> None:
+    """A fleet is given its new limit engine by engine."""
+    prompt = [97] * 600
+    async with served(tmp_path, {"max_message_bytes": 2048}, {}) as one:
+        for asked in [prompt] * 4 + [[[5], prompt]]:
+            body = {"prompt": asked, "max_tokens": 1}
+            answer = await one.http.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+        for _ in range(4):
+            body = {"input": [prompt], "model": "fake"}
+            pooled = await one.http.post("/v1/embeddings", json=body)
+            assert pooled.status_code == 200, pooled.text
+        assert one.states() == ["ready"] * 2
 
 
 async def test_what_an_engine_tells_fits_its_own_limit() -> None:
