@@ -23,7 +23,9 @@ class _Range(NamedTuple):
 
 
 _RANGES = {
-    "temperature": _Range(MIN_TEMPERATURE, MAX_TEMPERATURE, "0 (greedy) or in [9e-6, 1e30]"),
+    "temperature": _Range(
+        MIN_TEMPERATURE, MAX_TEMPERATURE, "0 (greedy) or at least 9e-6 and at most 1e30"
+    ),
     "top_p": _Range(math.ulp(0.0), 1.0, "in (0, 1]"),
     "min_p": _Range(0.0, 1.0, "in [0, 1]"),
     "repetition_penalty": _Range(1e-3, 1e3, "above 0, in [0.001, 1000]"),

@@ -80,7 +80,7 @@ class LLaDA2Moe(Decoder):
             logits_shift=0,
             default_method="block_diffusion",
             methods=("block_diffusion",),
-            routes_by_block=not _mixture(full).router.by_token,
+            routes_by_block=full.get("expert_capacity") not in (None, full.get("num_experts")),
         )
 
     @classmethod

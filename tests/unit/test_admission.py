@@ -260,10 +260,10 @@ def test_the_smallest_temperature_survives_the_wire() -> None:
     (sent,) = struct.unpack("f", struct.pack("f", 1e-5))
     assert sent < 1e-5
     assert admit(desk(), temperature=sent).sampling.temperature == sent
-    with pytest.raises(InvalidRequest, match=r"in \[9e-6, 1e30\]"):
+    with pytest.raises(InvalidRequest, match="at least 9e-6"):
         admit(desk(), temperature=8.9e-6)
 
 
 def test_the_inverse_of_a_temperature_is_a_number() -> None:
-    with pytest.raises(InvalidRequest, match=r"in \[9e-6, 1e30\]"):
+    with pytest.raises(InvalidRequest, match="at most 1e30"):
         admit(desk(), temperature=1e39)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine_service.config import EngineConfig
 from engine_service.core.messages import FinishReason
 from engine_service.server.generation import Generation
 from tests.service.engine_fixtures import spec
@@ -29,6 +30,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.core = self
+        self.config = EngineConfig()
         self.submitted = asyncio.Event()
         self.released: list[tuple[int, FinishReason]] = []
 
