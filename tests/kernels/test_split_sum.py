@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_service.kernels.peer_sum import MAX_BLOCKS, add_parts_triton, release
+from engine_service.kernels import split_sum
+from engine_service.kernels.peer_sum import add_parts_triton, release
 from engine_service.kernels.split_sum import add_parts_split_triton
 from tests.kernels.test_peer_sum import LATER, add_beside, device, interpreted, shared
 
@@ -48,12 +49,19 @@ def by_all(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("num_ranks", "rows", "width"),
-    [(2, 1, 64), (3, 7, 1000), (4, 5, 520), (4, 9, 64), (2, 2 * MAX_BLOCKS + 3, 96)],
+    [(2, 1, 64), (3, 7, 1000), (4, 5, 520), (4, 9, 64), (2, 35, 96)],
 )
 def test_every_rank_gets_what_reading_all_parts_whole_gives(
-    num_ranks: int, rows: int, width: int, dtype: torch.dtype, seed: int
+    monkeypatch: pytest.MonkeyPatch,
+    num_ranks: int,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    seed: int,
 ) -> None:
-    """Also where rows do not divide by ranks, and where some rank has none."""
+    """Also where rows do not divide by ranks, where some rank has none, and where programs have
+    several."""
+    monkeypatch.setattr(split_sum, "num_sms", lambda device: 4)
     torch.manual_seed(seed)
     residual = torch.randn(rows, width).to(dtype)
     parts = [torch.randn(rows, width).to(dtype) for _ in range(num_ranks)]
