@@ -35,6 +35,16 @@ def shared(parts: list[torch.Tensor], rank: int, told: int = LATER) -> Parts:
     return Parts(tuple(part.to(device) for part in parts), tuple(signals), lines, turns)
 
 
+def draw(
+    num_ranks: int, rows: int, width: int, dtype: torch.dtype, seed: int
+) -> tuple[torch.Tensor, list[torch.Tensor], tuple[torch.Tensor, float]]:
+    """(residual, parts, norm); the norm's weight is on the device."""
+    torch.manual_seed(seed)
+    residual = torch.randn(rows, width).to(dtype)
+    parts = [torch.randn(rows, width).to(dtype) for _ in range(num_ranks)]
+    return residual, parts, (torch.randn(width).to(dtype).to(device), 1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("num_ranks", "rows", "width"),
@@ -43,14 +53,11 @@ def shared(parts: list[torch.Tensor], rank: int, told: int = LATER) -> Parts:
 def test_every_rank_gets_the_same_sum_and_norm(
     num_ranks: int, rows: int, width: int, dtype: torch.dtype, seed: int
 ) -> None:
-    torch.manual_seed(seed)
-    residual = torch.randn(rows, width).to(dtype)
-    parts = [torch.randn(rows, width).to(dtype) for _ in range(num_ranks)]
-    norm = torch.randn(width).to(dtype), 1e-6
+    residual, parts, norm = draw(num_ranks, rows, width, dtype, seed)
     sums, norms = [], []
     for rank in range(num_ranks):
         mine, own = shared(parts, rank), residual.to(device, copy=True)
-        normed = add_parts_triton(own, mine, rank, (norm[0].to(device), norm[1]))
+        normed = add_parts_triton(own, mine, rank, norm)
         assert normed is not None
         sums.append(own.cpu())
         norms.append(normed.cpu())
@@ -64,7 +71,8 @@ def test_every_rank_gets_the_same_sum_and_norm(
     # Triton's interpreter cuts bfloat16 off where a device rounds it.
     close = {"rtol": 2**-6 if dtype.itemsize == 2 else 1e-5, "atol": 1e-5}
     torch.testing.assert_close(sums[0], want, **close)
-    torch.testing.assert_close(norms[0], rms_norm_ref(sums[0], *norm), **close)
+    wanted = rms_norm_ref(sums[0], norm[0].cpu(), norm[1])
+    torch.testing.assert_close(norms[0], wanted, **close)
 
 
 def test_a_sum_that_nobody_norms_is_the_same() -> None:

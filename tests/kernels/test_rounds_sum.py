@@ -13,7 +13,7 @@ import torch
 from engine_service.kernels.peer_sum import add_parts_triton
 from engine_service.kernels.rounds_sum import add_parts_rounds_triton
 from engine_service.kernels.split_sum import add_parts_split_triton
-from tests.kernels.test_peer_sum import LATER, device, interpreted, shared
+from tests.kernels.test_peer_sum import LATER, device, draw, interpreted, shared
 
 few = partial(add_parts_rounds_triton, most_sms=1)
 """Two programs, each of two rows a round."""
@@ -40,10 +40,7 @@ def test_own_rows_are_what_reading_all_parts_whole_gives(
     num_ranks: int, rows: int, width: int, dtype: torch.dtype, seed: int
 ) -> None:
     """On all ranks, and in the norm; others' rows are what stands where they write."""
-    torch.manual_seed(seed)
-    residual = torch.randn(rows, width).to(dtype)
-    parts = [torch.randn(rows, width).to(dtype) for _ in range(num_ranks)]
-    norm = torch.randn(width).to(dtype).to(device), 1e-6
+    residual, parts, norm = draw(num_ranks, rows, width, dtype, seed)
     want = residual.to(device, copy=True)
     want_normed = add_parts_triton(want, shared(parts, 0), 0, norm)
     assert want_normed is not None

@@ -9,7 +9,7 @@ import torch
 from engine_service.kernels import split_sum
 from engine_service.kernels.peer_sum import add_parts_triton, release
 from engine_service.kernels.split_sum import add_parts_split_triton
-from tests.kernels.test_peer_sum import LATER, add_beside, device, interpreted, shared
+from tests.kernels.test_peer_sum import LATER, add_beside, device, draw, interpreted, shared
 
 Norm = tuple[torch.Tensor, float]
 
@@ -62,10 +62,7 @@ def test_every_rank_gets_what_reading_all_parts_whole_gives(
     """Also where rows do not divide by ranks, where some rank has none, and where programs have
     several."""
     monkeypatch.setattr(split_sum, "num_sms", lambda device: 4)
-    torch.manual_seed(seed)
-    residual = torch.randn(rows, width).to(dtype)
-    parts = [torch.randn(rows, width).to(dtype) for _ in range(num_ranks)]
-    norm = torch.randn(width).to(dtype).to(device), 1e-6
+    residual, parts, norm = draw(num_ranks, rows, width, dtype, seed)
     want = residual.to(device, copy=True)
     want_normed = add_parts_triton(want, shared(parts, 0), 0, norm)
     assert want_normed is not None
