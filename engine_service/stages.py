@@ -85,18 +85,16 @@ class Links:
         """
         word = torch.zeros(1, dtype=torch.uint8, device=self._device)
         if self._ahead >= 0:
-            self.receive((1,), torch.uint8)
+            self.receive(torch.empty_like(word))
         if self._rank == self._last:
             self.tell(word)
         else:
             self.pass_on(word)
             self.hear(1).wait()
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def receive(self, into: torch.Tensor) -> None:
         """What the stage ahead passes on in this step."""
-        hidden = torch.empty(shape, dtype=dtype, device=self._device)
-        _receive(hidden, self._ahead, None).wait()
-        return hidden
+        _receive(into, self._ahead, None).wait()
 
     def pass_on(self, hidden: torch.Tensor) -> None:
         """To the stage behind, without waiting for it; nobody may write to `hidden` any more."""

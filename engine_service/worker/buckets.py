@@ -69,12 +69,19 @@ def buckets_of(
     resolved: ResolvedConfig,
     strategies: Iterable[DecodeStrategy],
     in_pieces: bool,
+    num_stages: int = 1,
 ) -> list[Bucket]:
     """All buckets of an engine, smallest first. `in_pieces` as in RowTables: where all logits of a
     step never exist at once, their number bounds nothing. None of an encoder: it decides nothing.
+    Of several stages none decides: all of them replay the same sizes, and the last one launches
+    its decision behind.
     """
     if not traits.methods:
         return []
+    if num_stages > 1:
+        whole = buckets_of(traits, resolved, strategies, in_pieces)
+        forwards = {bucket._replace(decided=0) for bucket in whole}
+        return sorted(forwards, key=lambda one: (one.tokens, one.rows, one.longest))
     logit_limit = resolved.logit_budget if in_pieces else resolved.logit_chunk
     if traits.mask_block >= FULL:
         blocks = list_canvas_buckets(
@@ -182,9 +189,9 @@ def find_bucket(layout: StepLayout, buckets: Sequence[Bucket]) -> Bucket | None:
     )
 
 
-def find_canvas_bucket(layout: StepLayout, buckets: Sequence[Bucket]) -> Bucket | None:
-    """The first of those that decide nothing with room for the step's canvases; None where they
-    must be launched, as where some stand aside and others do not."""
+def find_forward_bucket(layout: StepLayout, buckets: Sequence[Bucket]) -> Bucket | None:
+    """The first of those that decide nothing with room for the step; None where it must be
+    launched, as where some canvases stand aside and others do not."""
     aside = layout.aside
     if aside is not None and len(layout.rows):
         return None
@@ -201,6 +208,7 @@ def find_canvas_bucket(layout: StepLayout, buckets: Sequence[Bucket]) -> Bucket 
             and num_tokens <= bucket.tokens <= most
             and bucket.rows >= num_spans
             and bucket.longest >= longest
+            and (bucket.longest > 1 or num_tokens == num_spans)
         ),
         None,
     )
@@ -243,7 +251,7 @@ def pad(layout: StepLayout, bucket: Bucket, tables: RowTables) -> StepLayout:
     )
 
 
-def pad_canvases(layout: StepLayout, bucket: Bucket, tables: RowTables) -> StepLayout:
+def pad_forward(layout: StepLayout, bucket: Bucket, tables: RowTables) -> StepLayout:
     """The forward of the same step with the bucket's sizes: nothing is decided or scored."""
     layout = replace(layout, decides=(), scores=None, pools=None)
     if layout.aside is None:
@@ -261,13 +269,13 @@ def pad_canvases(layout: StepLayout, bucket: Bucket, tables: RowTables) -> StepL
     )
 
 
-def padding_canvases(bucket: Bucket, tables: RowTables) -> StepLayout:
+def padding_forward(bucket: Bucket, tables: RowTables) -> StepLayout:
     """A step of padding alone, for what decides nothing."""
-    aside = int(bucket.aside)
-    span = Span(tables.trash_row, 0, 1, 1 - aside, FULL, 0, 0, aside=aside)
+    aside, block = int(bucket.aside), FULL if bucket.canvas else 1
+    span = Span(tables.trash_row, 0, 1, 1 - aside, block, 0, 0, aside=aside)
     nothing = KeyChoice(0, 0, by_head=False, pool=1)
     layout = lay_out([span], tables, logits_shift=0, logit_chunk=1, choice_of=lambda _: nothing)
-    return pad_canvases(layout, bucket, tables)
+    return pad_forward(layout, bucket, tables)
 
 
 def _pad_decided(part: DecideLayout, bucket: Bucket, trash: int) -> DecideLayout:

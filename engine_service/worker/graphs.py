@@ -1,4 +1,5 @@
-"""CUDA graphs of whole steps, from the embedding to the decided token, one per bucket of sizes.
+"""CUDA graphs of whole steps, from the embedding to the decided token, one per bucket of sizes; of
+stages of a pipeline, those of their layers.
 
 A step that fits a bucket is padded to it, its arrays are copied to where the graph reads them, and
 the graph is replayed: one launch instead of hundreds. It does not know requests or methods.
@@ -24,10 +25,10 @@ from engine_service.worker.buckets import (
     PLAIN,
     Bucket,
     find_bucket,
-    find_canvas_bucket,
+    find_forward_bucket,
     pad,
-    pad_canvases,
-    padding_canvases,
+    pad_forward,
+    padding_forward,
 )
 from engine_service.worker.checkpoint import Report
 from engine_service.worker.layout import StepLayout, lay_out
@@ -75,13 +76,14 @@ class StepGraphs:
         sizes = [Arena.size_of(columns_of(template)) for template in templates.values()]
         self._arena = Arena(max(sizes), device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._hidden = torch.empty(
+        self._hidden = torch.zeros(
             max(bucket.decided or bucket.tokens for bucket in buckets),
             program.model.traits.hidden_size,
             dtype=program.backend.shape.dtype,
             device=device,
         )
-        """Where graphs leave hidden states for decisions that follow them."""
+        """Where graphs leave hidden states for what follows them, and those of a later stage find
+        what the one ahead has passed on."""
         self._captured: dict[tuple[Bucket, int], _Captured] = {}
         self._forwards: dict[Bucket, torch.cuda.CUDAGraph] = {}
         for done, ((bucket, method), template) in enumerate(templates.items()):
@@ -103,7 +105,7 @@ class StepGraphs:
 
     def has_room(self, layout: StepLayout) -> bool:
         """Whether a step's forward at least is captured."""
-        found = find_bucket(layout, self._buckets) or find_canvas_bucket(layout, self._buckets)
+        found = find_bucket(layout, self._buckets) or find_forward_bucket(layout, self._buckets)
         return found is not None
 
     def run(self, layout: StepLayout) -> DecideResult | None:
@@ -128,20 +130,29 @@ class StepGraphs:
         return self._program.decide(part, logits)
 
     def forward(self, layout: StepLayout) -> torch.Tensor | None:
-        """[T, E] hidden states of a step of canvases, to be read before the next replay; None where
-        no bucket has room. Never waits."""
-        bucket = find_canvas_bucket(layout, self._buckets)
+        """[T, E] hidden states of a step whose decision no graph has, to be read before the next
+        replay, and passed on; None where no bucket has room. Never waits for the host."""
+        bucket = find_forward_bucket(layout, self._buckets)
         if bucket is None:
             return None
-        self._arena.put(columns_of(pad_canvases(layout, bucket, self._program.tables)))
+        program, num_tokens = self._program, len(layout.places)
+        self._arena.put(columns_of(pad_forward(layout, bucket, program.tables)))
+        hidden = self._hidden[:num_tokens]
+        if not program.stage.is_first:
+            # What pads would grow with every step that it is added to.
+            self._hidden[num_tokens : bucket.tokens].zero_()
+            program.receive(hidden)
         self._forwards[bucket].replay()
-        return self._hidden[: len(layout.places)]
+        if not program.stage.is_last:
+            # The next step overwrites them, and those behind may take them later.
+            program.pass_on(hidden.clone())
+        return hidden
 
     def _template(self, bucket: Bucket, method: int | None) -> StepLayout:
         """A step of padding alone; None: that decides nothing."""
         tables = self._program.tables
         if method is None:
-            return padding_canvases(bucket, tables)
+            return padding_forward(bucket, tables)
         layout = lay_out(
             [Span(tables.trash_row, 0, 1, 1, 1, 1, 2)], tables, logits_shift=1, logit_chunk=1
         )
@@ -178,11 +189,14 @@ class StepGraphs:
         columns = columns_of(template)
         self._arena.put(columns)
         program, windows = self._program, self._arena.windows(columns)
+        entered = None if program.stage.is_first else self._hidden[: len(template.places)]
 
         def forward() -> None:
             # All of them: decisions that the graph does not know follow it.
-            hidden = program.forward(bind_batch(template, windows, program.tables))
-            self._hidden[: len(hidden)].copy_(hidden)
+            batch = bind_batch(template, windows, program.tables)
+            hidden = program.compute(batch, program.embed(batch) if entered is None else entered)
+            if hidden is not entered:
+                self._hidden[: len(hidden)].copy_(hidden)
 
         graph, _ = self._record(forward)
         return graph
@@ -211,7 +225,8 @@ def capture_steps(
 ) -> StepGraphs | None:
     """`StepGraphs`, or None with one warning where memory runs out: steps then run eagerly, in the
     memory that was set aside for them. A rank that is not alone raises instead: the others' graphs
-    add up padded steps, and they would wait for ever for one that runs its own as they are."""
+    add up padded steps, and they would wait for ever for one that runs its own as they are; and
+    stages that have graphs cut some steps in two (`Runner._shares`)."""
     device = program.tables.device
     stream = torch.cuda.current_stream(device)
     before, began = torch.cuda.memory_reserved(device), time.monotonic()

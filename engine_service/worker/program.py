@@ -43,24 +43,49 @@ class StepProgram:
 
         `reads` [N] int64 are the tokens whose states the caller reads; None: maybe all of them.
         """
+        hidden = self.compute(batch, self._enter(batch), reads)
+        self.pass_on(hidden)
+        return hidden
+
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """[T, E] that the first stage begins with."""
+        return self.model.embed(self.tables.sampling.tokens.view(-1), batch.places)
+
+    def receive(self, hidden_TE: torch.Tensor) -> None:
+        """Fills it with what the stage ahead of this one passes on; with zeros if nobody does."""
+        if self.stage.links is None:
+            hidden_TE.zero_()
+        else:
+            self.stage.links.receive(hidden_TE)
+
+    def compute(
+        self, batch: ForwardBatch, hidden_TE: torch.Tensor, reads: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, E] that the layers of this stage make of `hidden_TE`, which they overwrite. Nothing
+        of it depends on other stages, so that a graph can be captured of it."""
         windows = self.model.traits.windows
         step = plan_step(self.backend, batch.attention, windows=windows, caches=self.caches)
         if batch.aside is not None:
             step = replace(step, aside=self._plan_aside(batch.aside))
-        hidden: torch.Tensor = self.model(self._enter(batch), batch.positions, step, reads)
-        if self.stage.links is not None and not self.stage.is_last:
-            self.stage.links.pass_on(hidden)
+        hidden: torch.Tensor = self.model(hidden_TE, batch.positions, step, reads)
         return hidden
+
+    def pass_on(self, hidden_TE: torch.Tensor) -> None:
+        """To the stage behind this one, if there is one; nobody may write to it any more."""
+        if self.stage.links is not None and not self.stage.is_last:
+            self.stage.links.pass_on(hidden_TE)
 
     def _enter(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, E] that the first of these layers reads."""
         if self.stage.is_first:
-            return self.model.embed(self.tables.sampling.tokens.view(-1), batch.places)
-        shape = (len(batch.places), self.model.traits.hidden_size)
-        dtype = self.backend.shape.dtype
-        if self.stage.links is None:
-            return torch.zeros(shape, dtype=dtype, device=batch.places.device)
-        return self.stage.links.receive(shape, dtype)
+            return self.embed(batch)
+        hidden_TE = torch.empty(
+            (len(batch.places), self.model.traits.hidden_size),
+            dtype=self.backend.shape.dtype,
+            device=batch.places.device,
+        )
+        self.receive(hidden_TE)
+        return hidden_TE
 
     def _plan_aside(self, part: AsidePart) -> AsideStep:
         assert self.cache_aside is not None, "a step aside of the pages without a cache for it"

@@ -256,15 +256,13 @@ class Worker:
         """What is captured; nothing where there are no graphs or none are wanted."""
         if self.device.type != "cuda" or config.enforce_eager or not backend.capturable:
             return []
-        if self.group.stage.count > 1:
-            _LOG.info("no CUDA graphs: the steps of a pipeline's stages are launched one by one")
-            return []
-        return buckets_of(self.traits, self.resolved, self.strategies.values(), in_pieces)
+        strategies, num_stages = self.strategies.values(), self.group.stage.count
+        return buckets_of(self.traits, self.resolved, strategies, in_pieces, num_stages)
 
     def _capture(self, program: StepProgram, buckets: Sequence[Bucket]) -> StepGraphs | None:
         if not buckets:
             return None
-        chunk, is_alone = self.resolved.logit_chunk, self.group.size == 1
+        chunk, is_alone = self.resolved.logit_chunk, self.group.num_all == 1
         with self._stage("graphs", graphs_advice):
             return capture_steps(program, buckets, chunk, self._report, is_alone=is_alone)
 

@@ -27,11 +27,11 @@ from engine_service.worker.buckets import (
     PLAIN,
     Bucket,
     find_bucket,
-    find_canvas_bucket,
+    find_forward_bucket,
     list_buckets,
     pad,
-    pad_canvases,
-    padding_canvases,
+    pad_forward,
+    padding_forward,
 )
 from engine_service.worker.layout import StepLayout
 from engine_service.worker.program import StepProgram
@@ -119,20 +119,20 @@ class PaddedSteps:
 
     def has_room(self, layout: StepLayout) -> bool:
         buckets = self._buckets
-        return any(find(layout, buckets) for find in (find_bucket, find_canvas_bucket))
+        return any(find(layout, buckets) for find in (find_bucket, find_forward_bucket))
 
     def forward(self, layout: StepLayout) -> torch.Tensor | None:
-        bucket = find_canvas_bucket(layout, self._buckets)
+        bucket = find_forward_bucket(layout, self._buckets)
         if bucket is None:
             return None
         self.ran.append(bucket)
         program = self._program
-        padded = pad_canvases(layout, bucket, program.tables)
+        padded = pad_forward(layout, bucket, program.tables)
         if self._spoil is not None:
             padded = self._spoil(padded, layout)
         columns = columns_of(padded)
         # What a graph was captured with lies where these are put.
-        captured = columns_of(padding_canvases(bucket, program.tables))
+        captured = columns_of(padding_forward(bucket, program.tables))
         assert [(x.shape, x.dtype) for x in columns] == [(x.shape, x.dtype) for x in captured]
         batch = bind_batch(padded, stage(columns, program.tables.device), program.tables)
         with nan_behind(program.backend, len(layout.places)):

@@ -58,10 +58,12 @@ def test_four_ranks_of_two_stages_answer_as_one() -> None:
     assert not differing(answers("demo", 1, **FLAGS), answers("demo", 4, 2, **FLAGS))
 
 
+@pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("model", ["demo", "demo-block"])
-def test_two_stages_answer_as_one(model: str) -> None:
-    """With a step more in flight than there are stages."""
-    whole, staged = answers(model, 1, **FLAGS), answers(model, 2, 2, **FLAGS)
+def test_two_stages_answer_as_one(model: str, enforce_eager: bool) -> None:
+    """With a step more in flight than there are stages, whose layers are captured and not."""
+    flags = FLAGS | {"enforce_eager": enforce_eager}
+    whole, staged = answers(model, 1, **flags), answers(model, 2, 2, **flags)
     assert not differing(whole, staged)
     assert staged["preemptions"] > 0
     assert (staged["live"], whole["live"]) == (3, 2)

@@ -13,7 +13,7 @@ from engine_service.worker.aside import AsideLayout, lay_out_aside
 from engine_service.worker.buckets import (
     Bucket,
     find_bucket,
-    find_canvas_bucket,
+    find_forward_bucket,
     list_buckets,
     list_whole_canvases,
     pad,
@@ -163,7 +163,7 @@ def test_canvases_aside_and_over_the_pages_have_buckets_of_their_own():
         layout = lay_out(
             spans, tables, logits_shift=0, logit_chunk=1000, choice_of=lambda _: nothing
         )
-        return find_canvas_bucket(layout, buckets)
+        return find_forward_bucket(layout, buckets)
 
     aside = Span(0, 0, 30, 0, FULL, 3, 7, aside=1)
     paged = Span(1, 0, 30, 30, FULL, 3, 7)
@@ -187,7 +187,7 @@ def test_long_canvases_are_replayed_where_little_is_padded():
     for tokens, size in ((1000, 1024), (1025, None), (1137, None), (1138, 1280), (2848, 3072)):
         layout = replace(one, places=np.zeros(tokens, dtype=np.int64), aside=as_aside(tables))
         layout = replace(layout, rows=layout.rows[:0])
-        found = find_canvas_bucket(layout, buckets)
+        found = find_forward_bucket(layout, buckets)
         assert (None if found is None else found.tokens) == size
 
 
