@@ -26,6 +26,13 @@ from engine_service.worker.layout import StepLayout, lay_out
 from engine_service.worker.program import StepProgram
 from engine_service.worker.weights import load_model
 from tests.equivalence.test_padding import BLOCK, MIXED, as_block_model, make_llm, tokens
+from tests.equivalence.test_padding_canvases import (
+    BOTH,
+    WHOLE,
+    canvas_tokens,
+    whole_canvas_tokens,
+)
+from tests.equivalence.test_worker_canvas import write_llada
 from tests.models.checkpoints import Case, write
 from tidemill.llm import LLM
 
@@ -33,6 +40,8 @@ pytestmark = pytest.mark.skipif(
     not (HAS_TRITON and INTERPRETED), reason="needs Triton's interpreter"
 )
 NUM_STAGES = 2
+MOST_TOKENS = 256
+"""Of a step that is captured here: interpreted kernels take long for more."""
 
 
 class Queue:
@@ -83,10 +92,10 @@ class Stages:
     def __init__(self, llm: LLM) -> None:
         worker = llm.engine.executor
         whole: StepProgram = worker._runner._program
-        self.buckets = buckets_of(
-            worker.traits, worker.resolved, worker.strategies.values(), False, NUM_STAGES
-        )
-        self.links, self.ran = Queue(), list[int]()
+        told = worker.traits, worker.resolved, worker.strategies.values(), False
+        captured = buckets_of(*told, NUM_STAGES)
+        self.buckets = [bucket for bucket in captured if bucket.tokens <= MOST_TOKENS]
+        self.links, self.ran = Queue(), list[StepLayout]()
         self.graphs = [self._capture(worker, whole, index) for index in range(NUM_STAGES)]
 
     def _capture(self, worker: Any, whole: StepProgram, index: int) -> StepGraphs:
@@ -115,7 +124,7 @@ class Stages:
         assert not self.links.sent
         assert (hidden[0] is None) == (hidden[-1] is None), "one stage alone has room"
         if hidden[-1] is not None:
-            self.ran.append(len(layout.places))
+            self.ran.append(layout)
         return hidden[-1]
 
 
@@ -139,7 +148,21 @@ def test_stages_give_the_tokens_of_the_whole(
     llm = make_llm(folders[name], "triton")
     stages = put_stages(llm)
     assert tokens(llm, seed, count=6, kinds=MIXED) == want
-    assert len(set(stages.ran)) > 2, "steps of few sizes"
+    assert len({len(layout.places) for layout in stages.ran}) > 2, "steps of few sizes"
+
+
+def test_stages_of_canvases_give_the_tokens_of_the_whole(tmp_path: Path, seed: int) -> None:
+    """Aside of the pages, over them, and both in one step, which is cut in two."""
+    write_llada(tmp_path, 7)
+    one = make_llm(tmp_path, "sdpa")
+    want = whole_canvas_tokens(one, seed, WHOLE)
+    beside = canvas_tokens(one, seed, caches=BOTH, count=3)
+    llm = make_llm(tmp_path, "triton")
+    stages = put_stages(llm)
+    assert whole_canvas_tokens(llm, seed, WHOLE) == want
+    assert canvas_tokens(llm, seed, caches=BOTH, count=3) == beside
+    assert {layout.aside is None for layout in stages.ran} == {False, True}
+    assert any(layout.slot_positions is not None for layout in stages.ran)
 
 
 def test_control_a_stage_that_receives_another_step_gives_other_tokens(
