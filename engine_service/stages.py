@@ -109,20 +109,21 @@ class Links:
         """What the last stage tells in this step; does not wait for it."""
         return Heard(size, self._last, self.back, self._side)
 
-    def flush(self) -> None:
-        """Returns when all is where it should be, so that this rank may leave; or without that
-        where nobody is there any more who could take it."""
+    def flush(self) -> bool:
+        """Returns when all is where it should be, so that this rank may leave; False: a device
+        waits for somebody who is not there any more."""
         with contextlib.suppress(RuntimeError):
             while self._unsent:
                 self._unsent.popleft()[0].wait()
         if self._side is None:
-            return
+            return True
         # On a device waiting only puts what is launched next behind the messages.
         torch.cuda.current_stream(self._device).wait_stream(self._side)
         done, deadline = torch.cuda.Event(), time.monotonic() + _LEAVING_S
         done.record()
-        while not done.query() and time.monotonic() < deadline:
+        while not (is_done := done.query()) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
+        return is_done
 
     def _send(self, tensor: torch.Tensor, rank: int, group: Any) -> None:
         self._unsent.append((dist.isend(tensor, rank, group=group), tensor))

@@ -89,11 +89,11 @@ class Runner:
         return decisions
 
     def close(self) -> None:
-        """Behind the last step."""
-        if self._graphs is not None:
+        """Behind the last step. Graphs are not given up, which takes as long as the device does,
+        where it waits for a stage that is gone."""
+        links = self._program.stage.links
+        if (links is None or links.flush()) and self._graphs is not None:
             self._graphs.close()
-        if self._program.stage.links is not None:
-            self._program.stage.links.flush()
 
     def _admit(self, new_rows: Sequence[NewRow]) -> None:
         for strategy in self._program.strategies if new_rows else ():

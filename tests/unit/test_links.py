@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine_service import distributed
+from engine_service import distributed, stages
 from engine_service.distributed import Place, abort_all, meet
 from engine_service.stages import Links, Stage
 from engine_service.worker import memory
@@ -69,7 +69,22 @@ def test_a_rank_may_leave_others_that_are_gone(monkeypatch: pytest.MonkeyPatch) 
     links = Links(0, 2, num_stages=2, device=CPU)
     for _ in range(3):
         links.pass_on(torch.zeros(2))
-    links.flush()
+    assert links.flush()
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_device_that_waits_for_ever_is_waited_for_in_bounds(
+    is_done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play(monkeypatch, 0)
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    event = SimpleNamespace(record=lambda: None, query=lambda: is_done)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(stages, "_LEAVING_S", 0.05)
+    links = Links(0, 2, num_stages=2, device=torch.device("cuda", 0))
+    assert links.flush() == is_done
 
 
 class Aborted:

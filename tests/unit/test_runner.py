@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from engine_service.attention.base import AttentionBackend
 from engine_service.core.step import PageAppend, Span
 from engine_service.sampling.batch import DecideResult
 from engine_service.sampling.sampler import choose, token_logprobs
+from engine_service.stages import Stage
 from engine_service.worker.program import StepProgram
 from engine_service.worker.runner import Runner
 from engine_service.worker.tables import RowTables
@@ -252,3 +254,16 @@ def test_steps_may_be_launched_ahead_of_collect():
     assert got.token_ids == [token]
     assert len(got.logprobs[0].token_ids) == 2
     assert runner.collect(second).own[0].token_ids == [int(logits_of(token, 2).argmax())]
+
+
+@pytest.mark.parametrize("is_flushed", [True, False, None])
+def test_graphs_are_given_up_unless_the_device_waits_for_a_stage_that_is_gone(is_flushed):
+    """None: there are no stages. Giving them up waits for the device, and that would not end."""
+    runner, *_ = make_runner(Recorder("one"))
+    given_up = []
+    runner._graphs = SimpleNamespace(close=lambda: given_up.append(True))
+    if is_flushed is not None:
+        links = SimpleNamespace(flush=lambda: is_flushed)
+        runner._program = replace(runner._program, stage=Stage(0, 2, links=links))
+    runner.close()
+    assert bool(given_up) == (is_flushed is not False)
