@@ -52,15 +52,16 @@ class GroupPages:
         self._shares = shares
         self._others = [rank for rank, share in enumerate(shares) if rank and not share.is_copy]
 
-    def read(self, pages: Sequence[int]) -> torch.Tensor:
-        """[N, L, 2, G, K, D]: what each rank has of it, copies left out. Raises what rank 0's own
-        read raises, too, which hurts nobody: the others have not been asked yet."""
+    def read(self, pages: Sequence[int], into: torch.Tensor | None = None) -> torch.Tensor:
+        """[N, L, 2, G, K, D]: what each rank has of it, copies left out, in `into` if it is given.
+        Raises what rank 0's own read raises, too, which hurts nobody: the others have not been
+        asked yet."""
         watcher, shares, others = self._watcher, self._shares, self._others
         own = self._own.read(pages)
         with self._together():
             watcher.plans.send(pack(ReadPages(tuple(pages), self._flights.settled)))
             told = watcher.await_all(lambda one: one.rank not in others or one.pages_read)
-            whole = self.format.empty(len(pages))
+            whole = self.format.empty(len(pages)) if into is None else into
             cut(whole, shares[0]).copy_(own)
             parts = [told[rank - 1].take_pages() for rank in others]
             join(whole, [shares[rank] for rank in others], parts)

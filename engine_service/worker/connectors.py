@@ -2,27 +2,33 @@
 
 A connector makes pieces of bytes; `fetch` reads those of any connector. It does not know pages.
 CRC-32 finds every error of up to 32 bits in a row, and is cheap enough to stand between two steps.
+So is a copy into memory that was used before; memory that is new takes several times as long, for
+the kernel clears it page by page.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
-import zlib
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+from isal.isal_zlib import crc32
 
 from engine_service.core.handoff import MAX_ON_THE_WAY, InlinePiece, Piece, SharedPiece
 from tidemill.runtime.errors import FailedPrecondition
 
 _NAME = "tidemill-kv"
+Fill = Callable[[memoryview], object]
 
 
 class Connector(ABC):
     """One way to offer bytes to another engine."""
 
     @abstractmethod
-    def offer(self, transfer: int, content: memoryview) -> Piece:
-        """A piece with these bytes, which may change once this has returned."""
+    def offer(self, transfer: int, size: int, fill: Fill) -> Piece:
+        """A piece of `size` bytes, which `fill` is given a place to write to."""
 
     @abstractmethod
     def end(self, transfer: int) -> None:
@@ -32,38 +38,67 @@ class Connector(ABC):
 class Inline(Connector):
     """The piece is the bytes, and travels in gRPC messages: between any two hosts."""
 
-    def offer(self, transfer: int, content: memoryview) -> Piece:
-        """One copy."""
-        copied = bytes(content)
-        return InlinePiece(copied, zlib.crc32(copied))
+    def __init__(self) -> None:
+        self._place = bytearray()
+
+    def offer(self, transfer: int, size: int, fill: Fill) -> Piece:
+        """One copy, of a place that is kept."""
+        if len(self._place) < size:
+            self._place = bytearray(size)
+        place = memoryview(self._place)[:size]
+        fill(place)
+        return InlinePiece(bytes(place), crc32(place))
 
     def end(self, transfer: int) -> None:
         """It keeps nothing."""
 
 
+class _File:
+    """One without a name in memory (memfd), of a fixed size."""
+
+    def __init__(self, size: int) -> None:
+        self.number = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        os.ftruncate(self.number, size)
+        self.memory = mmap.mmap(self.number, size)
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
 class Shared(Connector):
-    """The piece names a file without a name in memory (memfd) that a process of the same user and
-    process namespace reads. The kernel frees it with its last descriptor, whoever dies and how."""
+    """The piece names a file without a name in memory that a process of the same user and process
+    namespace reads. The kernel frees it with its last descriptor, whoever dies and how.
+
+    Files are used again. Who reads one too late finds the bytes of another piece there, and that
+    their CRC-32 is not the one that was told.
+    """
 
     def __init__(self) -> None:
-        self._files: dict[int, deque[int]] = {}
+        self._used: dict[int, deque[_File]] = defaultdict(deque)
+        self._idle: deque[_File] = deque(maxlen=MAX_ON_THE_WAY)
 
-    def offer(self, transfer: int, content: memoryview) -> Piece:
-        """One copy. The piece offered MAX_ON_THE_WAY before it in the transfer is freed."""
-        file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        kept = self._files.setdefault(transfer, deque())
-        kept.append(file)
-        if len(kept) > MAX_ON_THE_WAY:
-            os.close(kept.popleft())
-        done = 0
-        while done < len(content):
-            done += os.write(file, content[done:])
-        return SharedPiece(os.getpid(), file, len(content), zlib.crc32(content))
+    def offer(self, transfer: int, size: int, fill: Fill) -> Piece:
+        """No copy. The piece offered MAX_ON_THE_WAY before it in the transfer is freed."""
+        used = self._used[transfer]
+        if len(used) >= MAX_ON_THE_WAY:
+            self._idle.append(used.popleft())
+        file = self._take(size)
+        used.append(file)
+        with memoryview(file.memory) as whole, whole[:size] as place:
+            fill(place)
+            return SharedPiece(os.getpid(), file.number, size, crc32(place))
 
     def end(self, transfer: int) -> None:
         """Idempotent."""
-        for file in self._files.pop(transfer, ()):
-            os.close(file)
+        self._idle.extend(self._used.pop(transfer, ()))
+
+    def _take(self, size: int) -> _File:
+        """The idle file that was used last and is large enough, or a new one."""
+        for file in reversed(self._idle):
+            if len(file.memory) >= size:
+                self._idle.remove(file)
+                return file
+        return _File(max(size, 1))
 
 
 def fetch(piece: Piece, into: memoryview) -> None:
@@ -73,7 +108,7 @@ def fetch(piece: Piece, into: memoryview) -> None:
     else:
         _check_size(len(piece.content), into)
         into[:] = piece.content
-    found = zlib.crc32(into)
+    found = crc32(into)
     if found != piece.crc32:
         raise FailedPrecondition(
             f"the CRC-32 of {len(into)} bytes of KV is {found:08x}, their sender says "

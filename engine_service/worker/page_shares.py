@@ -36,7 +36,7 @@ class PageFormat:
         """[N, L, 2, G, K, D] on the host."""
         return torch.empty((num_pages, *self.shape), dtype=self.dtype)
 
-    def opened(self, content: bytearray) -> torch.Tensor:
+    def opened(self, content: bytearray | memoryview) -> torch.Tensor:
         """[N, L, 2, G, K, D] of pages' bytes, which are not copied."""
         return torch.frombuffer(content, dtype=self.dtype).view(-1, *self.shape)
 

@@ -22,8 +22,8 @@ class WholePages(Protocol):
     @property
     def format(self) -> PageFormat: ...
 
-    def read(self, pages: Sequence[int]) -> torch.Tensor:
-        """[N, L, 2, G, K, D], contiguous on the host."""
+    def read(self, pages: Sequence[int], into: torch.Tensor) -> torch.Tensor:
+        """`into`, [N, L, 2, G, K, D], contiguous on the host."""
 
     def write(self, pages: Sequence[int], whole: torch.Tensor) -> None:
         """[N, L, 2, G, K, D], contiguous on the host; no step that is launched next reads anything
@@ -36,17 +36,26 @@ class PageStore:
     def __init__(self, pages: WholePages) -> None:
         self._pages = pages
         self._inline, self._shared = Inline(), Shared()
+        self._arrived = pages.format.empty(0)
         self.page_bytes = pages.format.page_bytes
 
     def read(self, transfer: int, pages: list[int], *, is_shared: bool) -> Piece:
         """Bytes of [N, L, 2, G, K, D], keys before values."""
         connector = self._shared if is_shared else self._inline
-        return connector.offer(transfer, bytes_of(self._pages.read(pages)))
+        opened = self._pages.format.opened
+        return connector.offer(
+            transfer,
+            len(pages) * self.page_bytes,
+            lambda place: self._pages.read(pages, into=opened(place)),
+        )
 
     def write(self, pages: list[int], piece: Piece, num_known: int) -> None:
         """What `read` has read, but for its first `num_known` pages. Raises FailedPrecondition for
         bytes that are not it."""
-        whole = self._pages.format.empty(num_known + len(pages))
+        num_pages = num_known + len(pages)
+        if len(self._arrived) < num_pages:
+            self._arrived = self._pages.format.empty(num_pages)
+        whole = self._arrived[:num_pages]
         fetch(piece, bytes_of(whole))
         self._pages.write(pages, whole[num_known:])
 

@@ -62,13 +62,19 @@ class RankPages:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._is_staged = group.stage.count > 1
 
-    def read(self, pages: Sequence[int]) -> torch.Tensor:
-        """[N, l, 2, G, k, D] on the host."""
+    def read(self, pages: Sequence[int], into: torch.Tensor | None = None) -> torch.Tensor:
+        """[N, l, 2, G, k, D] on the host, contiguous: `into`, if it is given."""
+        host = self.held.empty(len(pages)) if into is None else into
+        places = host.flatten(1, 2)
         with self._beside():
             index = torch.tensor(pages, device=self._device)
-            found = torch.stack([part.index_select(0, index) for part in self._parts], dim=1)
-            host = found.cpu()
-        return host.unflatten(1, (-1, 2))
+            if self._stream is None:
+                for part, place in zip(self._parts, places.unbind(1), strict=True):
+                    torch.index_select(part, 0, index, out=place)
+            else:  # one way to the host for all of them
+                found = torch.stack([part.index_select(0, index) for part in self._parts], dim=1)
+                places.copy_(found)
+        return host
 
     def write(self, pages: Sequence[int], host: torch.Tensor) -> None:
         """[N, l, 2, G, k, D] on the host."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -158,23 +159,57 @@ def test_a_rank_that_is_lost_over_a_transfer_is_no_failed_transfer() -> None:
         desk.answers()
 
 
+def offered(connector: Inline | Shared, transfer: int, content: bytes) -> Any:
+    def fill(place: memoryview) -> None:
+        place[:] = content
+
+    return connector.offer(transfer, len(content), fill)
+
+
 @pytest.mark.parametrize("connector", [Inline(), Shared()])
 def test_connectors_bring_what_was_offered(connector: Inline | Shared) -> None:
-    contents = [bytes([n] * (1 + 999 * n)) for n in range(1, MAX_ON_THE_WAY + 2)]
-    pieces = [connector.offer(7, memoryview(one)) for one in contents]
+    contents = [bytes([n] * (20_000 - 999 * n)) for n in range(1, MAX_ON_THE_WAY + 2)]
+    pieces = [offered(connector, 7, one) for one in contents]
     for content, piece in list(zip(contents, pieces, strict=True))[1:]:
         into = bytearray(len(content))
         fetch(piece, memoryview(into))
         assert bytes(into) == content
     if isinstance(connector, Shared):
-        for gone in (pieces[0], SharedPiece(1, 0, 1000, 0)):
-            with pytest.raises(FailedPrecondition, match="cannot read shared KV") as caught:
-                fetch(gone, memoryview(bytearray(1000)))
-            assert caught.value.reason == "KV_SHARED"
+        # The file of the first is used again by the one that ends its time.
+        with pytest.raises(FailedPrecondition, match="changed on their way") as caught:
+            fetch(pieces[0], memoryview(bytearray(len(contents[0]))))
+        assert caught.value.reason == "KV_PIECE"
+        with pytest.raises(FailedPrecondition, match="cannot read shared KV") as caught:
+            fetch(SharedPiece(1, 0, 1000, 0), memoryview(bytearray(1000)))
+        assert caught.value.reason == "KV_SHARED"
     connector.end(7)
     connector.end(7)
-    if isinstance(connector, Shared):
-        with pytest.raises(FailedPrecondition, match="cannot read shared KV"):
-            fetch(pieces[-1], memoryview(bytearray(len(contents[-1]))))
     with pytest.raises(FailedPrecondition, match="3 bytes of KV came for pages of 4"):
         fetch(InlinePiece(b"abc", 0), memoryview(bytearray(4)))
+
+
+def test_shared_files_are_used_again_and_few_are_kept() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    shared = Shared()
+    for transfer in range(3):
+        for size in [3000] * MAX_ON_THE_WAY + [2000]:
+            offered(shared, transfer, bytes(size))
+    assert len(shared._used) == 3
+    for transfer in range(3):
+        shared.end(transfer)
+    assert not shared._used
+    kept = {file.number for file in shared._idle}
+    assert len(kept) == MAX_ON_THE_WAY
+    # Python's mapping of a file has a descriptor of its own.
+    assert len(set(os.listdir("/proc/self/fd")) - before) == 2 * MAX_ON_THE_WAY
+    again = [offered(shared, 4, bytes(2500)).fd for _ in kept]
+    assert set(again) == kept
+    larger = offered(shared, 5, bytes(3001))
+    into = memoryview(bytearray(3001))
+    fetch(larger, into)
+    shared.end(4)
+    shared.end(5)
+    del shared
+    assert set(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(FailedPrecondition, match="cannot read shared KV"):
+        fetch(larger, into)

@@ -60,7 +60,7 @@ def running_services(
     before it is ready.
     """
     check_model(config.model)
-    free = _free_row(num_engines + 2 * num_frontends)
+    free = free_row(num_engines + 2 * num_frontends)
     engine_ports, others = free[:num_engines], free[num_engines:]
     flags = [*_engine_flags(config), f"--engine-port={engine_ports[0]}", "--drain-timeout-s=1"]
     if num_engines > 1:
@@ -90,7 +90,7 @@ def services_of(
 def running_frontends(engine_port: int, num_frontends: int, *flags: str) -> Iterator[Services]:
     """Frontends alone, for an engine that somebody else runs; otherwise as `running_services`."""
     words = [*_frontend(engine_port), *flags]
-    free = _free_row(2 * num_frontends)
+    free = free_row(2 * num_frontends)
     with _started([words] * num_frontends, free) as (processes, ports, grpc_ports):
         roles = {f"frontend {n}": psutil.Process(one.pid) for n, one in enumerate(processes)}
         yield Services(ports, grpc_ports, roles)
@@ -186,7 +186,7 @@ def _roles(started: list[subprocess.Popen[bytes]]) -> dict[str, psutil.Process]:
     return roles | {f"frontend {number}": one for number, one in enumerate(fronts)}
 
 
-def _free_row(count: int) -> list[int]:
+def free_row(count: int) -> list[int]:
     """Free ports that follow each other. Services listen there seconds later, so they are none that
     the system gives away meanwhile, to port 0 or to whoever calls out."""
     while True:
