@@ -89,19 +89,17 @@ class HasRoom(NamedTuple):
 
 class ExportPages(NamedTuple):
     """The answer is an Exported: units from token `start` on, at most `most_bytes` if that is one
-    at least."""
+    at least. They are there until seven more of the same transfer are exported."""
 
     transfer: int
     start: int
     most_bytes: int
-    is_shared: bool
-    """By shared memory rather than inline. Until seven more of the same transfer are exported."""
 
 
 class Exported(NamedTuple):
     num_tokens: int
     """0: what stood there is gone, or was never computed."""
-    piece: Piece | None
+    piece: SharedPiece | None
 
 
 class ImportPages(NamedTuple):

@@ -24,6 +24,7 @@ from engine_service.core.handoff import (
     HasRoom,
     ImportPages,
     Piece,
+    SharedPiece,
     TransferAsk,
 )
 from engine_service.core.pages import PageManager, PageTable
@@ -39,7 +40,7 @@ class PageStore(Protocol):
 
     page_bytes: int
 
-    def read(self, transfer: int, pages: list[int], *, is_shared: bool) -> Piece:
+    def read(self, transfer: int, pages: list[int]) -> SharedPiece:
         """The pages' bytes, one after the other."""
 
     def write(self, pages: list[int], piece: Piece, num_known: int) -> None:
@@ -47,7 +48,7 @@ class PageStore(Protocol):
         are not what their CRC says, too many or too few."""
 
     def end(self, transfer: int) -> None:
-        """Frees what was shared for it."""
+        """Frees what was read for it."""
 
 
 @dataclass(slots=True)
@@ -134,8 +135,7 @@ class Transfers:
             pages = table.pages[ask.start // self._pages.page_size :]
             if not pages:
                 return Exported(0, None)
-            piece = self._store.read(ask.transfer, pages, is_shared=ask.is_shared)
-            return Exported(num_held - ask.start, piece)
+            return Exported(num_held - ask.start, self._store.read(ask.transfer, pages))
         finally:
             self._pages.release(table)
 

@@ -6,11 +6,11 @@ import time
 
 from engine_service.core.handoff import (
     Begun,
-    Exported,
     ImportPages,
     InlinePiece,
     KvLayout,
     KvSource,
+    Piece,
     SharedPiece,
 )
 from engine_service.core.messages import Submit
@@ -105,11 +105,9 @@ def to_prefill(opened: pb.TransferOpen, remaining_s: float | None) -> Submit:
     )
 
 
-def piece_message(start: int, exported: Exported) -> pb.TransferResponse:
-    """Units from token `start` on."""
-    piece = exported.piece
-    assert piece is not None, "an empty piece is not sent"
-    told = pb.KvPiece(start=start, num_tokens=exported.num_tokens, crc32=piece.crc32)
+def piece_message(start: int, num_tokens: int, piece: Piece) -> pb.TransferResponse:
+    """Units of `num_tokens` tokens from token `start` on."""
+    told = pb.KvPiece(start=start, num_tokens=num_tokens, crc32=piece.crc32)
     if isinstance(piece, InlinePiece):
         told.inline = piece.content
     else:

@@ -28,6 +28,7 @@ from engine_service.core.handoff import (
     end_of,
 )
 from engine_service.core.messages import Abort, Command, Submit
+from engine_service.pieces import Files
 from engine_service.server import convert_transfer as convert
 from engine_service.server.asks import Asks
 from engine_service.server.kv_sources import Sources, is_unsaid
@@ -87,6 +88,7 @@ class Fetches:
         self._fetch_of: dict[int, _Fetch] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._host = shared_host() if config.kv_connector != "grpc" else ""
+        self._files = Files()
         self._room = asyncio.Lock()
         """Of who waits next for pages."""
         self.layout: KvLayout | None = None
@@ -218,6 +220,7 @@ class Fetches:
                         stream.cancel()
                     counted.outcome = "done" if is_whole else "partial"
         finally:
+            self._files.end(begun.transfer)
             self._asks.post(end_of(begun))
 
     async def _with_room(self, begun: Begun) -> Begun:
@@ -240,13 +243,27 @@ class Fetches:
         while at < begun.num_tokens and (answer := await stream.read()) is not grpc.aio.EOF:
             piece = convert.to_import(begun.transfer, answer)
             self._check_way(piece, host)
-            if not await self._asks.ask(piece):
+            if not await self._asks.ask(self._laid(piece)):
                 return False
+            self._files.end(begun.transfer)
             self._counts.moved(model, RECEIVED, piece.piece)
             at = piece.start + piece.num_tokens
             with suppress(asyncio.InvalidStateError):  # it has ended; the next read says how
                 await stream.write(convert.taken())
         return at >= begun.num_tokens
+
+    def _laid(self, ask: ImportPages) -> ImportPages:
+        """The same, with bytes that came in a message where rank 0 finds them: it would stand still
+        while they go through a pipe, which is much smaller than they are."""
+        piece = ask.piece
+        if isinstance(piece, SharedPiece):
+            return ask
+
+        def fill(place: memoryview) -> None:
+            place[:] = piece.content
+
+        size, told = len(piece.content), piece.crc32
+        return ask._replace(piece=self._files.offer(ask.transfer, size, fill, told))
 
     def _check_way(self, ask: ImportPages, host: str) -> None:
         """Raises FailedPrecondition for a piece that came another way than was asked for: nobody

@@ -20,9 +20,11 @@ from engine_service.core.handoff import (
     Begun,
     Exported,
     ExportPages,
+    Piece,
     end_of,
 )
 from engine_service.core.messages import Finish, FinishReason, Submit
+from engine_service.pieces import inlined
 from engine_service.server import convert_transfer as convert
 from engine_service.server.desk import Desk
 from engine_service.server.outlet import StepRows
@@ -127,7 +129,7 @@ class Sending:
                     reader.result()  # raises what it has met instead of a frame
                 while max(self._num_out, len(asked)) < window and (start := next(starts, -1)) >= 0:
                     self._num_out += 1
-                    ask = ExportPages(begun.transfer, start, most, self._is_shared)
+                    ask = ExportPages(begun.transfer, start, most)
                     asked.append((start, asyncio.ensure_future(desk.core.asks.ask(ask))))
                 if not asked and self._num_out <= 0:
                     return True
@@ -139,8 +141,11 @@ class Sending:
                 exported = await answer
                 if exported.piece is None or exported.num_tokens == 0:
                     return False
-                await self._write(convert.piece_message(start, exported))
-                desk.observer.metrics.transfers.moved(model, SENT, exported.piece)
+                piece: Piece = exported.piece
+                if not self._is_shared:
+                    piece = inlined(exported.piece)
+                await self._write(convert.piece_message(start, exported.num_tokens, piece))
+                desk.observer.metrics.transfers.moved(model, SENT, piece)
         finally:
             reader.cancel()
             for _, answer in asked:

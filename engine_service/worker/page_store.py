@@ -1,4 +1,4 @@
-"""Whole pages of the KV pool as bytes that any engine of the same model reads, by a connector.
+"""Whole pages of the KV pool as bytes that any engine of the same model reads.
 
 It does not know whose pages they are, nor how many ranks hold them. Shape legend:
 worker.page_shares.
@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from engine_service.core.handoff import Piece
-from engine_service.worker.connectors import Inline, Shared, fetch
+from engine_service.core.handoff import Piece, SharedPiece
+from engine_service.pieces import Files, fetch
 from engine_service.worker.page_shares import PageFormat, bytes_of
 
 
@@ -35,15 +35,14 @@ class PageStore:
 
     def __init__(self, pages: WholePages) -> None:
         self._pages = pages
-        self._inline, self._shared = Inline(), Shared()
+        self._files = Files()
         self._arrived = pages.format.empty(0)
         self.page_bytes = pages.format.page_bytes
 
-    def read(self, transfer: int, pages: list[int], *, is_shared: bool) -> Piece:
+    def read(self, transfer: int, pages: list[int]) -> SharedPiece:
         """Bytes of [N, L, 2, G, K, D], keys before values."""
-        connector = self._shared if is_shared else self._inline
         opened = self._pages.format.opened
-        return connector.offer(
+        return self._files.offer(
             transfer,
             len(pages) * self.page_bytes,
             lambda place: self._pages.read(pages, into=opened(place)),
@@ -60,5 +59,5 @@ class PageStore:
         self._pages.write(pages, whole[num_known:])
 
     def end(self, transfer: int) -> None:
-        """Frees what was shared for it."""
-        self._shared.end(transfer)
+        """Frees what was read for it."""
+        self._files.end(transfer)

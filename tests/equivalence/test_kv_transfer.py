@@ -25,9 +25,11 @@ from engine_service.core.handoff import (
     HasRoom,
     ImportPages,
     InlinePiece,
+    Piece,
 )
 from engine_service.core.messages import Finish, Submit
 from engine_service.core.params import DecodingChoice, SamplingParams
+from engine_service.pieces import inlined
 from tests.equivalence.shapes import SHAPES, VOCAB
 from tidemill.runtime.errors import FailedPrecondition, Unsupported
 
@@ -96,12 +98,13 @@ def move(source: Engine, target: Engine, prompt: list[int], spoil: Any = None) -
     run(source, prompt[: here.num_tokens], only_prefills=True, max_tokens=1)
     there: Begun = ask(source, BeginTransfer(pack(prompt[: here.num_tokens]), "", "", False))
     assert there.num_found == there.num_tokens == here.num_tokens
-    at, is_shared = here.num_found, len(prompt) % 2 == 0
+    at = here.num_found
     while at < here.num_tokens:
-        got: Exported = ask(
-            source, ExportPages(there.transfer, at, 2 * there.unit_bytes, is_shared)
-        )
-        piece = got.piece if spoil is None else spoil(got.piece)
+        got: Exported = ask(source, ExportPages(there.transfer, at, 2 * there.unit_bytes))
+        assert got.piece is not None
+        piece: Piece = got.piece if len(prompt) % 2 else inlined(got.piece)
+        if spoil is not None:
+            piece = spoil(inlined(got.piece))
         assert ask(target, ImportPages(here.transfer, at, got.num_tokens, piece))
         at += got.num_tokens
     for engine, begun in ((source, there), (target, here)):
@@ -169,11 +172,11 @@ def test_what_is_evicted_is_computed(tmp_path: Path) -> None:
     there = ask(source, BeginTransfer(pack(prompt), "", "", False))
     here = ask(target, BeginTransfer(pack(prompt), "", "", True))
     size = there.unit_bytes
-    first = ask(source, ExportPages(there.transfer, 0, size, False))
+    first = ask(source, ExportPages(there.transfer, 0, size))
     assert ask(target, ImportPages(here.transfer, 0, PAGE, first.piece))
-    second = ask(source, ExportPages(there.transfer, PAGE, size, False))
+    second = ask(source, ExportPages(there.transfer, PAGE, size))
     source.scheduler.flush_cache()
-    assert ask(source, ExportPages(there.transfer, 2 * PAGE, size, False)) == Exported(0, None)
+    assert ask(source, ExportPages(there.transfer, 2 * PAGE, size)) == Exported(0, None)
     target.scheduler.flush_cache()
     assert not ask(target, ImportPages(here.transfer, PAGE, PAGE, second.piece)), "behind a gap"
     assert run(target, prompt)[0] == right
@@ -226,7 +229,7 @@ def test_prompts_with_one_beginning_are_moved_at_once(tmp_path: Path, name: str)
         there = ask(source, BeginTransfer(pack(prompt[: here.num_tokens]), "", "", False))
         for at, count in ((0, 3), (3, 1)):
             most = count * there.unit_bytes
-            got = ask(source, ExportPages(there.transfer, at * PAGE, most, at > 0))
+            got = ask(source, ExportPages(there.transfer, at * PAGE, most))
             piece = ImportPages(here.transfer, at * PAGE, got.num_tokens, got.piece)
             assert ask(target, piece), "the rest of it has room"
     for prompt in prompts:

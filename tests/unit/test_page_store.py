@@ -11,6 +11,7 @@ import torch
 
 from engine_service.attention.base import LayerCache
 from engine_service.distributed import ALONE
+from engine_service.pieces import inlined
 from engine_service.worker.page_store import PageStore
 from engine_service.worker.rank_pages import RankPages
 
@@ -27,13 +28,13 @@ def make(dtype: torch.dtype = torch.float32) -> tuple[RankPages, list[torch.Tens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_known_pages_are_left_out(dtype: torch.dtype, is_shared: bool) -> None:
+@pytest.mark.parametrize("is_inline", [False, True])
+def test_known_pages_are_left_out(dtype: torch.dtype, is_inline: bool) -> None:
     pages, parts = make(dtype)
     store = PageStore(pages)
     before = [part.clone() for part in parts]
-    piece = store.read(1, [5, 0, 3], is_shared=is_shared)
-    store.write([2, 1], piece, 1)
+    piece = store.read(1, [5, 0, 3])
+    store.write([2, 1], inlined(piece) if is_inline else piece, 1)
     for part, was in zip(parts, before, strict=True):
         was[2], was[1] = was[0].clone(), was[3].clone()
         assert torch.equal(part, was)
@@ -52,7 +53,7 @@ def test_the_device_is_waited_for_where_a_write_fails(monkeypatch: pytest.Monkey
     store = PageStore(pages)
     pages._stream = Stream()  # type: ignore[assignment]
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    piece = store.read(1, [0, 1], is_shared=False)
+    piece = store.read(1, [0, 1])
     with pytest.raises(IndexError):
         store.write([2, SHAPE[0]], piece, 0)
     assert len(waits) == 2

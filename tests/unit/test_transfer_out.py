@@ -17,9 +17,9 @@ from engine_service.core.handoff import (
     EndTransfer,
     Exported,
     ExportPages,
-    InlinePiece,
     KvLayout,
 )
+from engine_service.pieces import Files
 from engine_service.server.transfer_counts import TransferCounts
 from engine_service.server.transfer_out import HEADER_BYTES, PIECE_BYTES, Sending
 from tests.waiting import PATIENCE_S
@@ -29,6 +29,8 @@ from tidemill.v1 import engine_pb2 as pb
 
 PAGE, NUM_PIECES = 16, 40
 MOST_BYTES = 64 << 20
+FILES = Files()
+EMPTY = FILES.offer(1, 0, bytes)
 LAYOUT = KvLayout("m", "w", "float32", PAGE, 1, 1, 8)
 
 
@@ -49,7 +51,7 @@ class Asks:
         self.most_open = max(self.most_open, self.num_open)
         await self.answers.wait()
         self.num_open -= 1
-        return Exported(PAGE, InlinePiece(b"", 0))
+        return Exported(PAGE, EMPTY)
 
     def post(self, control: Any) -> None:
         assert isinstance(control, EndTransfer)

@@ -18,9 +18,9 @@ from engine_service.core.handoff import (
 )
 from engine_service.core.messages import Submit
 from engine_service.core.params import DecodingChoice, PoolChoice, SamplingParams
+from engine_service.pieces import Files, fetch, inlined
 from engine_service.server.convert_transfer import check_connector
 from engine_service.server.transfer_in import check_role
-from engine_service.worker.connectors import Inline, Shared, fetch
 from frontend.fleet.same_model import common_facts
 from frontend.messages import EngineFacts
 from tidemill.runtime.errors import EngineDead, FailedPrecondition, ServiceError, Unsupported
@@ -159,38 +159,47 @@ def test_a_rank_that_is_lost_over_a_transfer_is_no_failed_transfer() -> None:
         desk.answers()
 
 
-def offered(connector: Inline | Shared, transfer: int, content: bytes) -> Any:
+def offered(files: Files, transfer: int, content: bytes, told: int | None = None) -> SharedPiece:
     def fill(place: memoryview) -> None:
         place[:] = content
 
-    return connector.offer(transfer, len(content), fill)
+    return files.offer(transfer, len(content), fill, told)
 
 
-@pytest.mark.parametrize("connector", [Inline(), Shared()])
-def test_connectors_bring_what_was_offered(connector: Inline | Shared) -> None:
+def test_pieces_bring_what_was_offered() -> None:
+    files = Files()
     contents = [bytes([n] * (20_000 - 999 * n)) for n in range(1, MAX_ON_THE_WAY + 2)]
-    pieces = [offered(connector, 7, one) for one in contents]
+    pieces = [offered(files, 7, one) for one in contents]
     for content, piece in list(zip(contents, pieces, strict=True))[1:]:
-        into = bytearray(len(content))
-        fetch(piece, memoryview(into))
-        assert bytes(into) == content
-    if isinstance(connector, Shared):
-        # The file of the first is used again by the one that ends its time.
+        for way in (piece, inlined(piece)):
+            into = bytearray(len(content))
+            fetch(way, memoryview(into))
+            assert bytes(into) == content
+    # The file of the first is used again by the one that ends its time.
+    for late in (pieces[0], inlined(pieces[0])):
         with pytest.raises(FailedPrecondition, match="changed on their way") as caught:
-            fetch(pieces[0], memoryview(bytearray(len(contents[0]))))
+            fetch(late, memoryview(bytearray(len(contents[0]))))
         assert caught.value.reason == "KV_PIECE"
-        with pytest.raises(FailedPrecondition, match="cannot read shared KV") as caught:
-            fetch(SharedPiece(1, 0, 1000, 0), memoryview(bytearray(1000)))
+    short = SharedPiece(os.getpid(), pieces[1].fd, 30_000, 0)
+    for read in (lambda: inlined(short), lambda: fetch(short, memoryview(bytearray(30_000)))):
+        with pytest.raises(FailedPrecondition, match=r"it ends after \d+ of 30000 bytes") as caught:
+            read()
         assert caught.value.reason == "KV_SHARED"
-    connector.end(7)
-    connector.end(7)
+    with pytest.raises(FailedPrecondition, match="cannot read shared KV") as caught:
+        fetch(SharedPiece(1, 0, 1000, 0), memoryview(bytearray(1000)))
+    assert caught.value.reason == "KV_SHARED"
+    told = offered(files, 7, b"abc", pieces[0].crc32)
+    with pytest.raises(FailedPrecondition, match="changed on their way"):
+        fetch(told, memoryview(bytearray(3)))
+    files.end(7)
+    files.end(7)
     with pytest.raises(FailedPrecondition, match="3 bytes of KV came for pages of 4"):
         fetch(InlinePiece(b"abc", 0), memoryview(bytearray(4)))
 
 
 def test_shared_files_are_used_again_and_few_are_kept() -> None:
     before = set(os.listdir("/proc/self/fd"))
-    shared = Shared()
+    shared = Files()
     for transfer in range(3):
         for size in [3000] * MAX_ON_THE_WAY + [2000]:
             offered(shared, transfer, bytes(size))

@@ -1,18 +1,18 @@
-"""How the bytes of pages get from one engine to another, beside or inside of gRPC messages.
+"""Bytes of pages in files without a name (memfd), by which they get from one process of a host to
+another: between an engine's server and its rank 0, and between engines of one host.
 
-A connector makes pieces of bytes; `fetch` reads those of any connector. It does not know pages.
-CRC-32 finds every error of up to 32 bits in a row, and is cheap enough to stand between two steps.
-So is a copy into memory that was used before; memory that is new takes several times as long, for
-the kernel clears it page by page.
+It does not know pages. CRC-32 finds every error of up to 32 bits in a row, and is cheap enough to
+stand between two steps. So is a copy into memory that was used before; memory that is new takes
+several times as long, for the kernel clears it page by page.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from isal.isal_zlib import crc32
 
@@ -21,36 +21,6 @@ from tidemill.runtime.errors import FailedPrecondition
 
 _NAME = "tidemill-kv"
 Fill = Callable[[memoryview], object]
-
-
-class Connector(ABC):
-    """One way to offer bytes to another engine."""
-
-    @abstractmethod
-    def offer(self, transfer: int, size: int, fill: Fill) -> Piece:
-        """A piece of `size` bytes, which `fill` is given a place to write to."""
-
-    @abstractmethod
-    def end(self, transfer: int) -> None:
-        """Frees what was offered in it."""
-
-
-class Inline(Connector):
-    """The piece is the bytes, and travels in gRPC messages: between any two hosts."""
-
-    def __init__(self) -> None:
-        self._place = bytearray()
-
-    def offer(self, transfer: int, size: int, fill: Fill) -> Piece:
-        """One copy, of a place that is kept."""
-        if len(self._place) < size:
-            self._place = bytearray(size)
-        place = memoryview(self._place)[:size]
-        fill(place)
-        return InlinePiece(bytes(place), crc32(place))
-
-    def end(self, transfer: int) -> None:
-        """It keeps nothing."""
 
 
 class _File:
@@ -65,9 +35,9 @@ class _File:
         os.close(self.number)
 
 
-class Shared(Connector):
-    """The piece names a file without a name in memory that a process of the same user and process
-    namespace reads. The kernel frees it with its last descriptor, whoever dies and how.
+class Files:
+    """Pieces that processes of the same user and process namespace read. The kernel frees them with
+    their last descriptors, whoever dies and how.
 
     Files are used again. Who reads one too late finds the bytes of another piece there, and that
     their CRC-32 is not the one that was told.
@@ -77,8 +47,12 @@ class Shared(Connector):
         self._used: dict[int, deque[_File]] = defaultdict(deque)
         self._idle: deque[_File] = deque(maxlen=MAX_ON_THE_WAY)
 
-    def offer(self, transfer: int, size: int, fill: Fill) -> Piece:
-        """No copy. The piece offered MAX_ON_THE_WAY before it in the transfer is freed."""
+    def offer(
+        self, transfer: int, size: int, fill: Fill, told_crc32: int | None = None
+    ) -> SharedPiece:
+        """A piece of `size` bytes, which `fill` is given a place to write to. The one offered
+        MAX_ON_THE_WAY before it in the transfer is freed. `told_crc32`: by whoever sent the bytes.
+        """
         used = self._used[transfer]
         if len(used) >= MAX_ON_THE_WAY:
             self._idle.append(used.popleft())
@@ -86,10 +60,11 @@ class Shared(Connector):
         used.append(file)
         with memoryview(file.memory) as whole, whole[:size] as place:
             fill(place)
-            return SharedPiece(os.getpid(), file.number, size, crc32(place))
+            known = crc32(place) if told_crc32 is None else told_crc32
+            return SharedPiece(os.getpid(), file.number, size, known)
 
     def end(self, transfer: int) -> None:
-        """Idempotent."""
+        """Frees what was offered in it. Idempotent."""
         self._idle.extend(self._used.pop(transfer, ()))
 
     def _take(self, size: int) -> _File:
@@ -104,7 +79,9 @@ class Shared(Connector):
 def fetch(piece: Piece, into: memoryview) -> None:
     """Copies a piece's bytes; raises FailedPrecondition (KV_PIECE, KV_SHARED) for other ones."""
     if isinstance(piece, SharedPiece):
-        _read_shared(piece, into)
+        _check_size(piece.size, into)
+        with _opened(piece) as file:
+            _check_end(os.preadv(file, [into], 0), piece)
     else:
         _check_size(len(piece.content), into)
         into[:] = piece.content
@@ -117,20 +94,24 @@ def fetch(piece: Piece, into: memoryview) -> None:
         )
 
 
-def _read_shared(piece: SharedPiece, into: memoryview) -> None:
-    _check_size(piece.size, into)
+def inlined(piece: SharedPiece) -> InlinePiece:
+    """The same for another host. Whoever gets it finds out whether it was read too late. Raises
+    FailedPrecondition (KV_SHARED)."""
+    with _opened(piece) as file:
+        content = os.pread(file, piece.size, 0)
+        _check_end(len(content), piece)
+    return InlinePiece(content, piece.crc32)
+
+
+@contextmanager
+def _opened(piece: SharedPiece) -> Iterator[int]:
     path = f"/proc/{piece.pid}/fd/{piece.fd}"
     try:
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-            raise OSError("it is not a prefill engine's file")
+            raise OSError("it is not an engine's file")
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            done = 0
-            while done < len(into):
-                count = os.preadv(file, [into[done:]], done)
-                if not count:
-                    raise OSError(f"it ends after {done} of {len(into)} bytes")
-                done += count
+            yield file
         finally:
             os.close(file)
     except OSError as failure:
@@ -139,6 +120,11 @@ def _read_shared(piece: SharedPiece, into: memoryview) -> None:
             "host as one user, others need --kv-connector grpc",
             reason="KV_SHARED",
         ) from failure
+
+
+def _check_end(count: int, piece: SharedPiece) -> None:
+    if count != piece.size:
+        raise OSError(f"it ends after {count} of {piece.size} bytes")
 
 
 def _check_size(size: int, into: memoryview) -> None:
