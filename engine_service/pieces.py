@@ -16,20 +16,21 @@ from contextlib import contextmanager
 
 from isal.isal_zlib import crc32
 
-from engine_service.core.handoff import MAX_ON_THE_WAY, InlinePiece, Piece, SharedPiece
-from tidemill.runtime.errors import FailedPrecondition
+from engine_service.core.handoff import InlinePiece, Piece, SharedPiece, most_on_the_way
+from tidemill.runtime.errors import FailedPrecondition, Unavailable
 
 _NAME = "tidemill-kv"
 Fill = Callable[[memoryview], object]
 
 
 class _File:
-    """One without a name in memory (memfd), of a fixed size."""
+    """One without a name in memory, of a fixed size; `number` is its descriptor."""
 
-    def __init__(self, size: int) -> None:
-        self.number = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        os.ftruncate(self.number, size)
-        self.memory = mmap.mmap(self.number, size)
+    def __init__(self, number: int, size: int) -> None:
+        self.number = number
+        # A place without memory behind it would end the process when it is written to.
+        os.posix_fallocate(number, 0, size)
+        self.memory = mmap.mmap(number, size)
 
     def __del__(self) -> None:
         os.close(self.number)
@@ -45,17 +46,17 @@ class Files:
 
     def __init__(self) -> None:
         self._used: dict[int, deque[_File]] = defaultdict(deque)
-        self._idle: deque[_File] = deque(maxlen=MAX_ON_THE_WAY)
+        self._idle: deque[_File] = deque()
 
     def offer(
         self, transfer: int, size: int, fill: Fill, told_crc32: int | None = None
     ) -> SharedPiece:
         """A piece of `size` bytes, which `fill` is given a place to write to. The one offered
-        MAX_ON_THE_WAY before it in the transfer is freed. `told_crc32`: by whoever sent the bytes.
-        """
+        `most_on_the_way` before it in the transfer is freed. `told_crc32`: by whoever sent the
+        bytes."""
         used = self._used[transfer]
-        if len(used) >= MAX_ON_THE_WAY:
-            self._idle.append(used.popleft())
+        if len(used) >= most_on_the_way(size):
+            self._keep(used.popleft())
         file = self._take(size)
         used.append(file)
         with memoryview(file.memory) as whole, whole[:size] as place:
@@ -65,7 +66,14 @@ class Files:
 
     def end(self, transfer: int) -> None:
         """Frees what was offered in it. Idempotent."""
-        self._idle.extend(self._used.pop(transfer, ()))
+        for file in self._used.pop(transfer, ()):
+            self._keep(file)
+
+    def _keep(self, file: _File) -> None:
+        """For the next pieces; as many as one transfer of such pieces takes."""
+        self._idle.append(file)
+        while len(self._idle) > most_on_the_way(len(file.memory)):
+            self._idle.popleft()
 
     def _take(self, size: int) -> _File:
         """The idle file that was used last and is large enough, or a new one."""
@@ -73,17 +81,19 @@ class Files:
             if len(file.memory) >= size:
                 self._idle.remove(file)
                 return file
-        return _File(max(size, 1))
+        return _File(os.memfd_create(_NAME, os.MFD_CLOEXEC), max(size, 1))
 
 
 def fetch(piece: Piece, into: memoryview) -> None:
     """Copies a piece's bytes; raises FailedPrecondition (KV_PIECE, KV_SHARED) for other ones."""
+    check_size(piece, len(into))
     if isinstance(piece, SharedPiece):
-        _check_size(piece.size, into)
         with _opened(piece) as file:
-            _check_end(os.preadv(file, [into], 0), piece)
+            done = 0
+            while done < len(into) and (count := os.preadv(file, [into[done:]], done)):
+                done += count
+            _check_end(done, piece)
     else:
-        _check_size(len(piece.content), into)
         into[:] = piece.content
     found = crc32(into)
     if found != piece.crc32:
@@ -95,11 +105,17 @@ def fetch(piece: Piece, into: memoryview) -> None:
 
 
 def inlined(piece: SharedPiece) -> InlinePiece:
-    """The same for another host. Whoever gets it finds out whether it was read too late. Raises
-    FailedPrecondition (KV_SHARED)."""
-    with _opened(piece) as file:
-        content = os.pread(file, piece.size, 0)
-        _check_end(len(content), piece)
+    """A piece of this engine's own rank 0 for another host. Whoever gets it finds out whether it
+    was read too late. Raises Unavailable."""
+    try:
+        with _opened(piece) as file:
+            content = os.pread(file, piece.size, 0)
+            _check_end(len(content), piece)
+    except FailedPrecondition as failure:
+        raise Unavailable(
+            f"this engine's rank 0 has gone, or its pages cannot be read: {failure.message}",
+            reason="KV_OWN",
+        ) from failure
     return InlinePiece(content, piece.crc32)
 
 
@@ -127,8 +143,10 @@ def _check_end(count: int, piece: SharedPiece) -> None:
         raise OSError(f"it ends after {count} of {piece.size} bytes")
 
 
-def _check_size(size: int, into: memoryview) -> None:
-    if size != len(into):
+def check_size(piece: Piece, num_bytes: int) -> None:
+    """Raises FailedPrecondition (KV_PIECE) for a piece of another size."""
+    size = piece.size if isinstance(piece, SharedPiece) else len(piece.content)
+    if size != num_bytes:
         raise FailedPrecondition(
-            f"{size} bytes of KV came for pages of {len(into)} bytes", reason="KV_PIECE"
+            f"{size} bytes of KV came for pages of {num_bytes} bytes", reason="KV_PIECE"
         )

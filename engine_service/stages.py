@@ -28,7 +28,7 @@ def _receive(into: torch.Tensor, rank: int, group: Any) -> Any:
 
 
 def _most_unsent(num_stages: int) -> int:
-    """More than there are steps in flight."""
+    """More than there are steps in flight. One that is cut in two may wait for an older one."""
     return 2 * num_stages
 
 

@@ -32,7 +32,13 @@ class KvSource(NamedTuple):
 
 
 MAX_ON_THE_WAY = 8
-"""Pieces of a transfer that are exported and not taken yet."""
+WINDOW_BYTES = 16 << 20
+
+
+def most_on_the_way(piece_bytes: int) -> int:
+    """Pieces of a transfer that are exported and not taken yet, at most: of WINDOW_BYTES in all,
+    but two of them at least."""
+    return min(MAX_ON_THE_WAY, max(2, WINDOW_BYTES // max(piece_bytes, 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,7 @@ class HasRoom(NamedTuple):
 
 class ExportPages(NamedTuple):
     """The answer is an Exported: units from token `start` on, at most `most_bytes` if that is one
-    at least. They are there until seven more of the same transfer are exported."""
+    at least. They are there until `most_on_the_way` more of the same transfer are exported."""
 
     transfer: int
     start: int

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import grpc
 
 from engine_service.core.handoff import (
-    MAX_ON_THE_WAY,
     BeginTransfer,
     Begun,
     Exported,
     ExportPages,
     Piece,
     end_of,
+    most_on_the_way,
 )
 from engine_service.core.messages import Finish, FinishReason, Submit
 from engine_service.pieces import inlined
@@ -44,10 +44,9 @@ PIECE_BYTES = 2 << 20
 """Of a piece, unless one unit is more: what a core moves between two steps in about 1 ms."""
 HEADER_BYTES = 64
 """Of a message, at most, beside its piece."""
-WINDOW_BYTES = 16 << 20
-"""Of a transfer: pieces that are asked for and not taken; two of them at least."""
 MAX_SENDING = 16
-"""Transfers that send at the same time; each may hold a window of host memory."""
+"""Transfers that send at the same time; each may hold a window of host memory, twice where it sends
+messages."""
 NEVER = 1 << 62
 """More pieces than any transfer has."""
 
@@ -118,7 +117,7 @@ class Sending:
         desk = self._desk
         most = min(PIECE_BYTES, desk.config.max_message_bytes // 2)
         units = max(1, most // begun.unit_bytes)
-        window = min(MAX_ON_THE_WAY, max(2, WINDOW_BYTES // (units * begun.unit_bytes)))
+        window = most_on_the_way(units * begun.unit_bytes)
         step = units * begun.unit
         starts = iter(range(opened.skip_tokens, begun.num_tokens, step))
         asked: deque[tuple[int, asyncio.Future[Exported]]] = deque()

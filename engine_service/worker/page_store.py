@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from engine_service.core.handoff import Piece, SharedPiece
-from engine_service.pieces import Files, fetch
+from engine_service.pieces import Files, check_size, fetch
 from engine_service.worker.page_shares import PageFormat, bytes_of
 
 
@@ -52,6 +52,7 @@ class PageStore:
         """What `read` has read, but for its first `num_known` pages. Raises FailedPrecondition for
         bytes that are not it."""
         num_pages = num_known + len(pages)
+        check_size(piece, num_pages * self.page_bytes)
         if len(self._arrived) < num_pages:
             self._arrived = self._pages.format.empty(num_pages)
         whole = self._arrived[:num_pages]

@@ -88,11 +88,13 @@ class Runner:
                 split_pooled(layout.pools, outcome.pooled, decisions.own)
         return decisions
 
-    def close(self) -> None:
-        """Behind the last step. Graphs are not given up, which takes as long as the device does,
-        where it waits for a stage that is gone."""
+    def close(self, *, shares_layers: bool = False) -> None:
+        """Behind the last step. Graphs are given up, which takes as long as the device does: not
+        where it waits for a stage that is gone, unless collectives of `shares_layers` are in them,
+        which nobody can leave before."""
         links = self._program.stage.links
-        if (links is None or links.flush()) and self._graphs is not None:
+        is_still = links is None or links.flush()
+        if self._graphs is not None and (is_still or shares_layers):
             self._graphs.close()
 
     def _admit(self, new_rows: Sequence[NewRow]) -> None:
@@ -137,19 +139,24 @@ class Runner:
         program, links = self._program, self._program.stage.links
         # First of all, so that the device computes while the rest is made.
         hidden = None if self._graphs is None else self._graphs.forward(layout)
-        staged = stage(columns_of(layout), self._tables.device)
-        batch = bind_batch(layout, staged, self._tables)
-        if hidden is None:
-            hidden = program.forward(batch, batch.reads)
         size = 0 if links is None else self._telling.size(layout)
         if not program.stage.is_last:
+            if hidden is None:
+                program.forward(self._bind(layout))
             if links is not None and size:
                 handle.awaited.append((layout, links.hear(size)))
             return
+        batch = self._bind(layout)
+        if hidden is None:
+            hidden = program.forward(batch, batch.reads)
         outcome = self._make(batch, hidden)
         if links is not None and size:
             links.tell(self._telling.pack(layout, outcome))
         handle.made.append((layout, outcome.each(handle.copies.add)))
+
+    def _bind(self, layout: StepLayout) -> ForwardBatch:
+        staged = stage(columns_of(layout), self._tables.device)
+        return bind_batch(layout, staged, self._tables)
 
     def _make(self, batch: ForwardBatch, hidden: torch.Tensor) -> Outcome:
         """What follows the forward."""

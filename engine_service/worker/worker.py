@@ -133,7 +133,7 @@ class Worker:
 
     def close(self) -> None:
         """Behind the last step: what other ranks could not take leave of."""
-        self._runner.close()
+        self._runner.close(shares_layers=self.group.size > 1)
 
     def facts(self) -> dict[str, Any]:
         """The fields of EngineFacts that loading has found."""
@@ -260,7 +260,8 @@ class Worker:
         return buckets_of(self.traits, self.resolved, strategies, in_pieces, num_stages)
 
     def _capture(self, program: StepProgram, buckets: Sequence[Bucket]) -> StepGraphs | None:
-        if not buckets:
+        # Ranks that wait for each other within a step pad it alike, and cut it alike.
+        if not all(self.group.all_of(bool(buckets))):
             return None
         chunk, is_alone = self.resolved.logit_chunk, self.group.num_all == 1
         with self._stage("graphs", graphs_advice):

@@ -64,6 +64,7 @@ async def test_killed_in_a_transfer(tmp_path: Path, dies: str) -> None:
             request = asking(PROMPT, address, cache_salt="well")
             assert await answer(here, request) == (right, len(PROMPT) // 16 * 16 - 16)
             ranks = source.rank_pid, target.rank_pid
+            kept = memory_files(ranks[0])
             os.kill(ranks[0], signal.SIGSTOP)
             request = asking(PROMPT, address, cache_salt="killed")
             held = asyncio.create_task(rest(here.Generate(request)))
@@ -86,8 +87,8 @@ async def test_killed_in_a_transfer(tmp_path: Path, dies: str) -> None:
                 assert len(tokens) == 4 * len(right)
                 again = asking(PROMPT, address, cache_salt="gone")
                 assert await answer(here, again) == (right, 0)
-            else:
-                assert memory_files(ranks[0]) == 0
+            else:  # what is used again
+                assert memory_files(ranks[0]) == kept > 0
 
 
 async def up(info: Any) -> None:

@@ -26,7 +26,7 @@ from tidemill.runtime.rpc import to_error
 NUM_PAGES = 60
 PROMPT = [3 + i % 500 for i in range(NUM_PAGES * PAGE + 5)]
 PAIR = {"device": "cpu", "log_level": "warning", "kv_connector": "grpc"}
-"""What is in shared memory goes with the prefill engine."""
+"""What lies in shared memory and is in no message yet goes with the prefill engine."""
 
 
 @pytest.fixture(autouse=True)

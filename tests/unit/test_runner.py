@@ -256,14 +256,18 @@ def test_steps_may_be_launched_ahead_of_collect():
     assert runner.collect(second).own[0].token_ids == [int(logits_of(token, 2).argmax())]
 
 
+@pytest.mark.parametrize("shares_layers", [False, True])
 @pytest.mark.parametrize("is_flushed", [True, False, None])
-def test_graphs_are_given_up_unless_the_device_waits_for_a_stage_that_is_gone(is_flushed):
-    """None: there are no stages. Giving them up waits for the device, and that would not end."""
+def test_graphs_are_given_up_unless_the_device_waits_for_a_stage_that_is_gone(
+    is_flushed, shares_layers
+):
+    """None: there are no stages. Giving them up waits for the device, and that would not end; but
+    nobody leaves whose collectives they hold."""
     runner, *_ = make_runner(Recorder("one"))
     given_up = []
     runner._graphs = SimpleNamespace(close=lambda: given_up.append(True))
     if is_flushed is not None:
         links = SimpleNamespace(flush=lambda: is_flushed)
         runner._program = replace(runner._program, stage=Stage(0, 2, links=links))
-    runner.close()
-    assert bool(given_up) == (is_flushed is not False)
+    runner.close(shares_layers=shares_layers)
+    assert bool(given_up) == (is_flushed is not False or shares_layers)

@@ -152,11 +152,16 @@ def test_of_several_ranks_none_does_without_graphs_alone(monkeypatch: pytest.Mon
     executor = demo().engine.executor
     assert isinstance(executor, Worker)
     executor.group = Group(1, 2)
+    monkeypatch.setattr(Group, "all_of", lambda self, fact: [True, fact])
     monkeypatch.setattr(graphs, "StepGraphs", raising(SHORT))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     with pytest.raises(InvalidRequest, match=r"of this rank do not fit: .*--enforce-eager"):
         executor._capture(executor._runner._program, [Bucket(2, 2, 1, 2)])
+    # One whose attention cannot be captured has no sizes: then nobody captures any.
+    assert executor._capture(executor._runner._program, []) is None
+    monkeypatch.setattr(Group, "all_of", lambda self, fact: [False, fact])
+    assert executor._capture(executor._runner._program, [Bucket(2, 2, 1, 2)]) is None
 
 
 class Wire:

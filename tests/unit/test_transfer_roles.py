@@ -15,6 +15,7 @@ from engine_service.core.handoff import (
     KvSource,
     SharedPiece,
     TransferAsk,
+    most_on_the_way,
 )
 from engine_service.core.messages import Submit
 from engine_service.core.params import DecodingChoice, PoolChoice, SamplingParams
@@ -23,7 +24,13 @@ from engine_service.server.convert_transfer import check_connector
 from engine_service.server.transfer_in import check_role
 from frontend.fleet.same_model import common_facts
 from frontend.messages import EngineFacts
-from tidemill.runtime.errors import EngineDead, FailedPrecondition, ServiceError, Unsupported
+from tidemill.runtime.errors import (
+    EngineDead,
+    FailedPrecondition,
+    ServiceError,
+    Unavailable,
+    Unsupported,
+)
 from tidemill.v1 import engine_pb2 as pb
 
 
@@ -181,10 +188,12 @@ def test_pieces_bring_what_was_offered() -> None:
             fetch(late, memoryview(bytearray(len(contents[0]))))
         assert caught.value.reason == "KV_PIECE"
     short = SharedPiece(os.getpid(), pieces[1].fd, 30_000, 0)
-    for read in (lambda: inlined(short), lambda: fetch(short, memoryview(bytearray(30_000)))):
-        with pytest.raises(FailedPrecondition, match=r"it ends after \d+ of 30000 bytes") as caught:
-            read()
-        assert caught.value.reason == "KV_SHARED"
+    with pytest.raises(FailedPrecondition, match=r"it ends after \d+ of 30000 bytes") as caught:
+        fetch(short, memoryview(bytearray(30_000)))
+    assert caught.value.reason == "KV_SHARED"
+    with pytest.raises(Unavailable, match=r"rank 0 has gone.* it ends after \d+ of 30000") as gone:
+        inlined(short)
+    assert gone.value.reason == "KV_OWN"
     with pytest.raises(FailedPrecondition, match="cannot read shared KV") as caught:
         fetch(SharedPiece(1, 0, 1000, 0), memoryview(bytearray(1000)))
     assert caught.value.reason == "KV_SHARED"
@@ -222,3 +231,22 @@ def test_shared_files_are_used_again_and_few_are_kept() -> None:
     assert set(os.listdir("/proc/self/fd")) == before
     with pytest.raises(FailedPrecondition, match="cannot read shared KV"):
         fetch(larger, into)
+
+
+@pytest.mark.parametrize(
+    ("piece_bytes", "most"), [(1, MAX_ON_THE_WAY), (2 << 20, 8), (5 << 20, 3), (1 << 30, 2)]
+)
+def test_large_pieces_hold_few_files(piece_bytes: int, most: int) -> None:
+    """A window of host memory a transfer, and as much when nobody transfers anything."""
+    assert most_on_the_way(piece_bytes) == most
+    if piece_bytes > 8 << 20:
+        return
+    files = Files()
+    for transfer in range(2):
+        for _ in range(most + 2):
+            files.offer(transfer, piece_bytes, lambda place: None, 0)
+        assert len(files._used[transfer]) == most
+    assert len(files._idle) <= most
+    for transfer in range(2):
+        files.end(transfer)
+    assert len(files._idle) == most
