@@ -18,14 +18,20 @@ import torch
 from engine_service import staging
 from engine_service.core.step import Span
 from engine_service.distributed import Group
-from engine_service.kernels.jit import HAS_TRITON, INTERPRETED
 from engine_service.stages import Stage
 from engine_service.worker.buckets import Bucket, buckets_of
 from engine_service.worker.graphs import StepGraphs
 from engine_service.worker.layout import StepLayout, lay_out
 from engine_service.worker.program import StepProgram
 from engine_service.worker.weights import load_model
-from tests.equivalence.test_padding import BLOCK, MIXED, as_block_model, make_llm, tokens
+from tests.equivalence.test_padding import (
+    BLOCK,
+    MIXED,
+    as_block_model,
+    interpreted,
+    make_llm,
+    tokens,
+)
 from tests.equivalence.test_padding_canvases import (
     BOTH,
     WHOLE,
@@ -36,9 +42,7 @@ from tests.equivalence.test_worker_canvas import write_llada
 from tests.models.checkpoints import Case, write
 from tidemill.llm import LLM
 
-pytestmark = pytest.mark.skipif(
-    not (HAS_TRITON and INTERPRETED), reason="needs Triton's interpreter"
-)
+pytestmark = interpreted
 NUM_STAGES = 2
 MOST_TOKENS = 256
 """Of a step that is captured here: interpreted kernels take long for more."""
