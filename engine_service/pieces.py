@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from isal.isal_zlib import crc32
 
-from engine_service.core.handoff import InlinePiece, Piece, SharedPiece, most_on_the_way
+from engine_service.core.handoff import InlinePiece, SharedPiece, most_on_the_way
 from tidemill.runtime.errors import FailedPrecondition, Unavailable
 
 _NAME = "tidemill-kv"
@@ -84,17 +84,14 @@ class Files:
         return _File(os.memfd_create(_NAME, os.MFD_CLOEXEC), max(size, 1))
 
 
-def fetch(piece: Piece, into: memoryview) -> None:
+def fetch(piece: SharedPiece, into: memoryview) -> None:
     """Copies a piece's bytes; raises FailedPrecondition (KV_PIECE, KV_SHARED) for other ones."""
     check_size(piece, len(into))
-    if isinstance(piece, SharedPiece):
-        with _opened(piece) as file:
-            done = 0
-            while done < len(into) and (count := os.preadv(file, [into[done:]], done)):
-                done += count
-            _check_end(done, piece)
-    else:
-        into[:] = piece.content
+    with _opened(piece) as file:
+        done = 0
+        while done < len(into) and (count := os.preadv(file, [into[done:]], done)):
+            done += count
+        _check_end(done, piece)
     found = crc32(into)
     if found != piece.crc32:
         raise FailedPrecondition(
@@ -143,10 +140,9 @@ def _check_end(count: int, piece: SharedPiece) -> None:
         raise OSError(f"it ends after {count} of {piece.size} bytes")
 
 
-def check_size(piece: Piece, num_bytes: int) -> None:
+def check_size(piece: SharedPiece, num_bytes: int) -> None:
     """Raises FailedPrecondition (KV_PIECE) for a piece of another size."""
-    size = piece.size if isinstance(piece, SharedPiece) else len(piece.content)
-    if size != num_bytes:
+    if piece.size != num_bytes:
         raise FailedPrecondition(
-            f"{size} bytes of KV came for pages of {num_bytes} bytes", reason="KV_PIECE"
+            f"{piece.size} bytes of KV came for pages of {num_bytes} bytes", reason="KV_PIECE"
         )

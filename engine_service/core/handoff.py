@@ -115,7 +115,7 @@ class ImportPages(NamedTuple):
     transfer: int
     start: int
     num_tokens: int
-    piece: Piece
+    piece: SharedPiece
 
 
 class EndTransfer(NamedTuple):

@@ -23,7 +23,6 @@ from engine_service.core.handoff import (
     ExportPages,
     HasRoom,
     ImportPages,
-    Piece,
     SharedPiece,
     TransferAsk,
 )
@@ -43,7 +42,7 @@ class PageStore(Protocol):
     def read(self, transfer: int, pages: list[int]) -> SharedPiece:
         """The pages' bytes, one after the other."""
 
-    def write(self, pages: list[int], piece: Piece, num_known: int) -> None:
+    def write(self, pages: list[int], piece: SharedPiece, num_known: int) -> None:
         """What follows the piece's first `num_known` pages. Raises a ServiceError for bytes that
         are not what their CRC says, too many or too few."""
 

@@ -6,7 +6,6 @@ import time
 
 from engine_service.core.handoff import (
     Begun,
-    ImportPages,
     InlinePiece,
     KvLayout,
     KvSource,
@@ -115,11 +114,9 @@ def piece_message(start: int, num_tokens: int, piece: Piece) -> pb.TransferRespo
     return pb.TransferResponse(piece=told)
 
 
-def to_import(transfer: int, answer: pb.TransferResponse) -> ImportPages:
-    """What the core is to do with a piece."""
-    told = answer.piece
-    piece: InlinePiece | SharedPiece = InlinePiece(told.inline, told.crc32)
+def to_piece(told: pb.KvPiece) -> Piece:
+    """Its bytes, or where they are."""
     if told.WhichOneof("source") == "shared":
         shared = told.shared
-        piece = SharedPiece(shared.pid, shared.fd, shared.size, told.crc32)
-    return ImportPages(transfer, told.start, told.num_tokens, piece)
+        return SharedPiece(shared.pid, shared.fd, shared.size, told.crc32)
+    return InlinePiece(told.inline, told.crc32)

@@ -24,6 +24,7 @@ from engine_service.core.handoff import (
     HasRoom,
     ImportPages,
     KvLayout,
+    Piece,
     SharedPiece,
     end_of,
 )
@@ -241,34 +242,35 @@ class Fetches:
         """Whether all of it has come and found room."""
         at = begun.num_found
         while at < begun.num_tokens and (answer := await stream.read()) is not grpc.aio.EOF:
-            piece = convert.to_import(begun.transfer, answer)
+            told, piece = answer.piece, convert.to_piece(answer.piece)
             self._check_way(piece, host)
-            if not await self._asks.ask(self._laid(piece)):
+            laid = self._laid(begun.transfer, piece)
+            if not await self._asks.ask(
+                ImportPages(begun.transfer, told.start, told.num_tokens, laid)
+            ):
                 return False
             self._files.end(begun.transfer)
-            self._counts.moved(model, RECEIVED, piece.piece)
-            at = piece.start + piece.num_tokens
+            self._counts.moved(model, RECEIVED, piece)
+            at = told.start + told.num_tokens
             with suppress(asyncio.InvalidStateError):  # it has ended; the next read says how
                 await stream.write(convert.taken())
         return at >= begun.num_tokens
 
-    def _laid(self, ask: ImportPages) -> ImportPages:
-        """The same, with bytes that came in a message where rank 0 finds them: it would stand still
-        while they go through a pipe, which is much smaller than they are."""
-        piece = ask.piece
+    def _laid(self, transfer: int, piece: Piece) -> SharedPiece:
+        """Bytes that came in a message where rank 0 finds them: it would stand still while they go
+        through a pipe, which is much smaller than they are."""
         if isinstance(piece, SharedPiece):
-            return ask
+            return piece
 
         def fill(place: memoryview) -> None:
             place[:] = piece.content
 
-        size, told = len(piece.content), piece.crc32
-        return ask._replace(piece=self._files.offer(ask.transfer, size, fill, told))
+        return self._files.offer(transfer, len(piece.content), fill, piece.crc32)
 
-    def _check_way(self, ask: ImportPages, host: str) -> None:
+    def _check_way(self, piece: Piece, host: str) -> None:
         """Raises FailedPrecondition for a piece that came another way than was asked for: nobody
         else says which files of other processes are read here."""
-        is_shared = isinstance(ask.piece, SharedPiece)
+        is_shared = isinstance(piece, SharedPiece)
         if is_shared and not host:
             raise FailedPrecondition(
                 "shared memory came, and messages were asked for", reason="KV_PIECE"

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from engine_service.core.handoff import Piece, SharedPiece
+from engine_service.core.handoff import SharedPiece
 from engine_service.pieces import Files, check_size, fetch
 from engine_service.worker.page_shares import PageFormat, bytes_of
 
@@ -48,7 +48,7 @@ class PageStore:
             lambda place: self._pages.read(pages, into=opened(place)),
         )
 
-    def write(self, pages: list[int], piece: Piece, num_known: int) -> None:
+    def write(self, pages: list[int], piece: SharedPiece, num_known: int) -> None:
         """What `read` has read, but for its first `num_known` pages. Raises FailedPrecondition for
         bytes that are not it."""
         num_pages = num_known + len(pages)

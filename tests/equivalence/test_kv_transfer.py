@@ -25,11 +25,10 @@ from engine_service.core.handoff import (
     HasRoom,
     ImportPages,
     InlinePiece,
-    Piece,
 )
 from engine_service.core.messages import Finish, Submit
 from engine_service.core.params import DecodingChoice, SamplingParams
-from engine_service.pieces import inlined
+from engine_service.pieces import Files, Fill, inlined
 from tests.equivalence.shapes import SHAPES, VOCAB
 from tidemill.runtime.errors import FailedPrecondition, Unsupported
 
@@ -90,6 +89,17 @@ def ask(engine: Engine, what: Any) -> Any:
     return answer
 
 
+FILES = Files()
+"""Of a server, which gives the core what came in messages."""
+
+
+def written(piece: InlinePiece) -> Fill:
+    def fill(place: memoryview) -> None:
+        place[:] = piece.content
+
+    return fill
+
+
 def move(source: Engine, target: Engine, prompt: list[int], spoil: Any = None) -> int:
     """Fetches what `target` lacks of a prompt, in pieces of two units; how many tokens that is."""
     here: Begun = ask(target, BeginTransfer(pack(prompt), "", "", True))
@@ -102,9 +112,10 @@ def move(source: Engine, target: Engine, prompt: list[int], spoil: Any = None) -
     while at < here.num_tokens:
         got: Exported = ask(source, ExportPages(there.transfer, at, 2 * there.unit_bytes))
         assert got.piece is not None
-        piece: Piece = got.piece if len(prompt) % 2 else inlined(got.piece)
+        piece = got.piece
         if spoil is not None:
-            piece = spoil(inlined(got.piece))
+            wrong = spoil(inlined(piece))
+            piece = FILES.offer(there.transfer, len(wrong.content), written(wrong), wrong.crc32)
         assert ask(target, ImportPages(here.transfer, at, got.num_tokens, piece))
         at += got.num_tokens
     for engine, begun in ((source, there), (target, here)):

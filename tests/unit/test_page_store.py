@@ -11,7 +11,6 @@ import torch
 
 from engine_service.attention.base import LayerCache
 from engine_service.distributed import ALONE
-from engine_service.pieces import inlined
 from engine_service.worker.page_store import PageStore
 from engine_service.worker.rank_pages import RankPages
 
@@ -28,13 +27,12 @@ def make(dtype: torch.dtype = torch.float32) -> tuple[RankPages, list[torch.Tens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_inline", [False, True])
-def test_known_pages_are_left_out(dtype: torch.dtype, is_inline: bool) -> None:
+def test_known_pages_are_left_out(dtype: torch.dtype) -> None:
     pages, parts = make(dtype)
     store = PageStore(pages)
     before = [part.clone() for part in parts]
     piece = store.read(1, [5, 0, 3])
-    store.write([2, 1], inlined(piece) if is_inline else piece, 1)
+    store.write([2, 1], piece, 1)
     for part, was in zip(parts, before, strict=True):
         was[2], was[1] = was[0].clone(), was[3].clone()
         assert torch.equal(part, was)

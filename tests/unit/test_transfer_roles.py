@@ -178,14 +178,15 @@ def test_pieces_bring_what_was_offered() -> None:
     contents = [bytes([n] * (20_000 - 999 * n)) for n in range(1, MAX_ON_THE_WAY + 2)]
     pieces = [offered(files, 7, one) for one in contents]
     for content, piece in list(zip(contents, pieces, strict=True))[1:]:
-        for way in (piece, inlined(piece)):
-            into = bytearray(len(content))
-            fetch(way, memoryview(into))
-            assert bytes(into) == content
+        into = bytearray(len(content))
+        fetch(piece, memoryview(into))
+        assert bytes(into) == content
+        assert inlined(piece) == InlinePiece(content, piece.crc32)
     # The file of the first is used again by the one that ends its time.
-    for late in (pieces[0], inlined(pieces[0])):
+    late = inlined(pieces[0])
+    for read in (pieces[0], offered(files, 8, late.content, late.crc32)):
         with pytest.raises(FailedPrecondition, match="changed on their way") as caught:
-            fetch(late, memoryview(bytearray(len(contents[0]))))
+            fetch(read, memoryview(bytearray(len(contents[0]))))
         assert caught.value.reason == "KV_PIECE"
     short = SharedPiece(os.getpid(), pieces[1].fd, 30_000, 0)
     with pytest.raises(FailedPrecondition, match=r"it ends after \d+ of 30000 bytes") as caught:
@@ -203,7 +204,7 @@ def test_pieces_bring_what_was_offered() -> None:
     files.end(7)
     files.end(7)
     with pytest.raises(FailedPrecondition, match="3 bytes of KV came for pages of 4"):
-        fetch(InlinePiece(b"abc", 0), memoryview(bytearray(4)))
+        fetch(told, memoryview(bytearray(4)))
 
 
 def test_shared_files_are_used_again_and_few_are_kept() -> None:
