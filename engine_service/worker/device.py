@@ -98,5 +98,7 @@ def tell_kernel_fault(device: torch.device) -> None:
 
 def num_beside(num_stages: int, device: torch.device) -> int:
     """Steps that are launched before the oldest one is collected: one for every stage but the
-    first, and where the device does not hold up the host one more, so that it never waits."""
-    return num_stages - 1 + (device.type == "cuda")
+    first. Of a single stage one too, where the device does not hold up the host: so that it never
+    waits. Stages would never wait with one more either, but requests would take turns in so many
+    steps, and each of them reads all weights."""
+    return max(num_stages - 1, int(device.type == "cuda"))
