@@ -1,12 +1,13 @@
 """What a sum over the ranks of one host costs, with the norm behind it: NCCL's all-reduce and a
-kernel, a sum over peer memory and a kernel, both in one launch, and both in one launch where each
-rank adds a share of the rows, at once or in rounds.
+kernel, and both in one launch, of parts that are sent (whole, also without the norm, or each to the
+rank that adds it) or read (whole, or in rounds by the rank that adds them).
 
     python -m benchmarks.peer_sums [--gpus 2] [--width 4096] [--rows 1,16,128,256,2048,8192]
     python -m benchmarks.peer_sums --inputs 2048,6144 --rows 4096,8192
 
 Microseconds of rank 0 where they stand, in a captured graph of many, medians over rounds in which
-all take turns. Bytes are those of a part, against the time of the last column.
+all take turns; 0 where parts are too many to be sent. Bytes are those of a part, against the time
+of the last column.
 
 With `--inputs`: the product of so many inputs in front of it too, alone, as a whole with the sum
 behind it, and in chunks that are copied (two ranks) or added beside it. Not captured: as prompts
@@ -26,10 +27,10 @@ import torch
 import torch.multiprocessing as processes
 
 from engine_service.distributed import Group, Place, meet, open_store
-from engine_service.kernels.norm import add_rms_norm, rms_norm
+from engine_service.kernels.mailed_sum import add_mailed_shares_triton, add_mailed_triton
+from engine_service.kernels.norm import add_rms_norm
 from engine_service.kernels.peer_sum import add_parts_triton
 from engine_service.kernels.rounds_sum import add_parts_rounds_triton
-from engine_service.kernels.split_sum import add_parts_split_triton
 from engine_service.peers import LEAST_INPUTS, NUM_SITES, PeerSums
 from engine_service.pushes import MakeRows
 
@@ -47,25 +48,31 @@ def list_sums(group: Group, peers: PeerSums) -> Mapping[str, Sum]:
         part = own.setdefault(len(residual), torch.randn_like(residual))
         return add_rms_norm(group.sum_(part), residual, weight, _EPS)
 
-    def apart(site: int, residual: torch.Tensor, weight: torch.Tensor) -> object:
-        peers.add(site, residual)
-        return rms_norm(residual, weight, _EPS)
-
     def whole(site: int, residual: torch.Tensor, weight: torch.Tensor) -> object:
         return add_parts_triton(residual, peers.sites[site], group.rank, (weight, _EPS))
-
-    def split(site: int, residual: torch.Tensor, weight: torch.Tensor) -> object:
-        return add_parts_split_triton(residual, peers.sites[site], group.rank, (weight, _EPS))
 
     def rounds(site: int, residual: torch.Tensor, weight: torch.Tensor) -> object:
         return add_parts_rounds_triton(residual, peers.sites[site], group.rank, (weight, _EPS))
 
+    def mailed(
+        add: Callable[..., object],
+        norm: bool,
+        site: int,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+    ) -> object:
+        part, mail = peers.sites[site].parts[group.rank][: len(residual)], peers.mails[site]
+        if len(residual) > mail.boxes[0].shape[1]:
+            return None
+        return add(residual, part, mail, group.rank, (weight, _EPS) if norm else None)
+
     return {
         "NCCL, norm": library,
-        "peers, norm": apart,
-        "fused": whole,
-        "split": split,
-        "rounds": rounds,
+        "sent, no norm": partial(mailed, add_mailed_triton, False),
+        "sent": partial(mailed, add_mailed_triton, True),
+        "sent in shares": partial(mailed, add_mailed_shares_triton, True),
+        "read": whole,
+        "read in rounds": rounds,
     }
 
 
@@ -142,7 +149,7 @@ def measure(rank: int, said: argparse.Namespace, place: tuple[str, int]) -> None
             measure_products(rank, group.peers, num_inputs, weight, said.rows)
         said.rows = []
     elif not rank:
-        print("  rows" + "".join(f"{name:>14s}" for name in sums) + "     MB of a part   GB/s")
+        print("  rows" + "".join(f"{name:>16s}" for name in sums) + "     MB of a part   GB/s")
     for num_rows in said.rows:
         residual = torch.randn(num_rows, said.width, dtype=torch.bfloat16, device=device)
         if not group.peers.fit(residual):
@@ -152,7 +159,7 @@ def measure(rank: int, said: argparse.Namespace, place: tuple[str, int]) -> None
         del graphs
         if not rank:
             size = residual.numel() * residual.itemsize / 1e6
-            told = "".join(f"{time:14.2f}" for time in times)
+            told = "".join(f"{time:16.2f}" for time in times)
             print(f"{num_rows:6d}{told}{size:17.2f}{1000 * size / times[-1]:7.0f}", flush=True)
     group.await_all(60.0)
     # A communicator that a graph held cannot be left in order.

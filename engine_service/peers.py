@@ -12,21 +12,28 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
 from engine_service.beside import BesideSums
+from engine_service.kernels import mailed_sum, peer_sum
 from engine_service.kernels.jit import runs_triton
-from engine_service.kernels.peer_sum import MAX_BLOCKS, Parts, add_parts_triton, release
+from engine_service.kernels.mailed_sum import (
+    EMPTY,
+    Mail,
+    add_mailed_shares_triton,
+    add_mailed_triton,
+    words_of,
+)
+from engine_service.kernels.peer_sum import MAX_BLOCKS, Parts, add_parts_triton
 from engine_service.kernels.rounds_sum import add_parts_rounds_triton
-from engine_service.kernels.split_sum import add_parts_split_triton
 from engine_service.pushes import LEAST_ROWS, MakeRows, Pushes
 
 NUM_SITES = 2
 """Places that parts are written to in turn: a place is free again when the next sum has begun."""
 _MOST_BYTES = 128 << 20
 """Of a part."""
-_FEW_BYTES = 512 << 10
-"""Of a part that three ranks or more read whole; of a larger one each adds a share of the rows. Two
-would read and write no less so."""
-_MANY_BYTES = 32 << 20
-"""Of a part from which on they do so in rounds."""
+_MAILED_BYTES = 16 << 20
+"""Of a part that is sent into boxes; of a larger one the ranks read each other's."""
+_FEW_ROWS = 16
+"""Of a part that is sent whole and added in pieces, without a norm: the product that reads so few
+rows has it inside. Of more rows three ranks or more add a share each; two would send no less so."""
 LEAST_INPUTS = 4096
 """Of a product beside which three ranks or more add its chunks. With 2,048 a chunk is made in half
 of the time that a sum takes: nothing was won, with four times as many launches."""
@@ -78,6 +85,13 @@ class PeerSums:
             Parts(tuple(part[site] for part in parts), signals, lines, count)
             for site in range(NUM_SITES)
         ]
+        self._mailed = min(self._rows, _MAILED_BYTES // (width * dtype.itemsize))
+        boxes = share((NUM_SITES, size, self._mailed, width), words_of(dtype))
+        boxes[rank].fill_(EMPTY)
+        released = torch.zeros(1, dtype=torch.int32, device=device)
+        self.mails = [
+            Mail(tuple(box[site] for box in boxes), released) for site in range(NUM_SITES)
+        ]
         self._pushes = None
         if size == 2 and self._rows >= LEAST_ROWS:
             sizes = {"sites": NUM_SITES, "rows": self._rows, "width": width}
@@ -104,8 +118,8 @@ class PeerSums:
         inputs: int = 0,
     ) -> torch.Tensor | None:
         """residual := residual + the sum of what `make` gives on all ranks; returns its RMSNorm
-        (weight, eps), if one is given. `inputs`: of the product by which `make` can also make some
-        rows after others; 0: it cannot."""
+        (weight, eps), if one is given and costs nothing here. `inputs`: of the product by which
+        `make` can also make some rows after others; 0: it cannot."""
         num_rows = len(residual)
         part = self.sites[site].parts[self._rank][:num_rows]
         # Steps that are captured are small; and copies are counted on the host.
@@ -122,17 +136,24 @@ class PeerSums:
         self, site: int, residual: torch.Tensor, norm: tuple[torch.Tensor, float] | None = None
     ) -> torch.Tensor | None:
         """residual := residual + the sum of all ranks' parts; returns its RMSNorm (weight, eps), if
-        one is given."""
-        shared, size = self.sites[site], residual.numel() * residual.itemsize
-        if self._size == 2 or size <= _FEW_BYTES:
+        one is given and costs nothing here."""
+        shared, num_rows = self.sites[site], len(residual)
+        if num_rows <= self._mailed:
+            mailed = shared.parts[self._rank][:num_rows], self.mails[site], self._rank
+            if num_rows <= _FEW_ROWS:
+                return add_mailed_triton(residual, *mailed)
+            if self._size == 2:
+                return add_mailed_triton(residual, *mailed, norm)
+            return add_mailed_shares_triton(residual, *mailed, norm)
+        if self._size == 2:
             return add_parts_triton(residual, shared, self._rank, norm)
-        if size < _MANY_BYTES:
-            return add_parts_split_triton(residual, shared, self._rank, norm)
         return add_parts_rounds_triton(residual, shared, self._rank, norm)
 
     def release(self) -> None:
         """See `release_all`."""
         with torch.cuda.stream(self._aside):
-            release(self.sites[0], self._rank)  # all sites have the same signals
+            # All sites have the same signals.
+            peer_sum.release(self.sites[0], self._rank)
+            mailed_sum.release(self.mails[0])
             if self._pushes is not None:
                 self._pushes.release()

@@ -9,7 +9,7 @@ not know models, nor how memory comes to be shared. Shape legend: T rows, E hidd
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,9 @@ MAX_BLOCKS = 256
 peer's that cannot start."""
 _PROGRAMS = 128
 """Of a launch here."""
+REGISTERS = 64
+"""Of a thread at most where a multiprocessor must hold two programs at once; they are faster with
+as many as they like."""
 _FAR = 1 << 30
 """Turns ahead, by which nobody waits any more."""
 
@@ -121,6 +124,14 @@ def wait(told: tl.tensor, there: tl.tensor, turn: tl.tensor) -> None:
         behind = tl.atomic_add(told, 0, mask=there, sem="acquire", scope="sys") - turn
         last = turn + tl.min(tl.where(there, behind, 0))
     tl.debug_barrier()
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors that it has."""
+    if device.type != "cuda":
+        return MAX_BLOCKS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def row_warps(block: int) -> int:

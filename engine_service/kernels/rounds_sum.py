@@ -1,10 +1,12 @@
-"""`split_sum` for many rows, in rounds: every program adds rows of its own rank's share.
+"""Adds what several devices have computed to the residual stream, and makes the norm that is read
+of it; each device adds a share of the rows in rounds, and writes it to the others.
 
-There a program has rows of one share, so that of four ranks' programs three in four wait while one
-reads over the links. Here all of them read and write at once, and while a round's rows are on their
-way to the other ranks, a program takes what these have added in the round before. A signal a round
-more is what that costs: it pays from thousands of rows on. It does not know models, nor how memory
-comes to be shared. Shape legend: T rows, E hidden size, R ranks.
+`peer_sum` reads every part whole: R - 1 times the bytes of one, where this reads and writes
+2 (R - 1) / R times as many (the two-shot all-reduce of TensorRT-LLM and vLLM, over peer pointers;
+no multicast). While a round's rows are on their way to the other ranks, a program takes what these
+have added in the round before. That costs a signal a round, so it is for rows too many to be sent
+into boxes (`mailed_sum`). It does not know models, nor how memory comes to be shared.
+Shape legend: T rows, E hidden size, R ranks.
 """
 
 from __future__ import annotations
@@ -14,21 +16,58 @@ from functools import partial
 import torch
 
 from engine_service.kernels.jit import jit, tl
+from engine_service.kernels.norm import normed_row
 from engine_service.kernels.peer_sum import (
     MAX_BLOCKS,
+    REGISTERS,
     Parts,
     add_row,
     launch_sum,
     lines_of,
     next_turn,
+    num_sms,
     tell,
     wait,
     wait_for_inputs,
 )
-from engine_service.kernels.split_sum import REGISTERS, give_row, num_sms, take_row
 
 _ROUND = 2
 """Rows of a program that it tells together."""
+
+
+@jit
+def _give_row(
+    x: tl.tensor,
+    parts: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Every other rank's part := the sum."""
+    for other in tl.static_range(NUM_RANKS):
+        if other != RANK:
+            tl.store(parts[other] + row * WIDTH + column, x, mask=column < WIDTH)
+
+
+@jit
+def _take_row(
+    residual_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    normed_ptr: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> None:
+    """residual := the sum that its owner has written; `weight` of the norm, or None."""
+    place, inside = row * WIDTH + column, column < WIDTH
+    x = tl.load(sums_ptr + place, mask=inside, other=0.0)
+    tl.store(residual_ptr + place, x, mask=inside)
+    if weight is not None:
+        tl.store(normed_ptr + place, normed_row(x, weight, eps, WIDTH), mask=inside)
 
 
 @jit
@@ -50,7 +89,7 @@ def _add_rows(
     column = tl.arange(0, BLOCK)
     for row in range(first + tl.program_id(0), last, tl.num_programs(0)):
         x = add_row(residual_ptr, parts, normed_ptr, row, column, weight, eps, NUM_RANKS, WIDTH)
-        give_row(x, parts, row, column, RANK, NUM_RANKS, WIDTH)
+        _give_row(x, parts, row, column, RANK, NUM_RANKS, WIDTH)
 
 
 @jit
@@ -68,7 +107,7 @@ def _take_rows(
     """This program's rows of another rank's share."""
     column = tl.arange(0, BLOCK)
     for row in range(first + tl.program_id(0), last, tl.num_programs(0)):
-        take_row(residual_ptr, sums_ptr, normed_ptr, row, column, weight, eps, WIDTH)
+        _take_row(residual_ptr, sums_ptr, normed_ptr, row, column, weight, eps, WIDTH)
 
 
 @partial(jit, do_not_specialize=["num_rows", "share", "stride"])
@@ -133,8 +172,14 @@ def add_parts_rounds_triton(
     normed_TE: torch.Tensor | None = None,
     most_sms: int | None = None,
 ) -> torch.Tensor | None:
-    """As `split_sum.add_parts_split_triton`, bit for bit. `normed` takes the norm, if it is given;
-    `most_sms` is how many multiprocessors the programs fill (None: all), the same on all ranks."""
+    """`peer_sum.add_parts_ref` where all ranks launch it with parts of the same shape and equal
+    residuals; bit for bit as `peer_sum.add_parts_triton`, with which it shares what is counted.
+
+    Parts are overwritten; one may be written again once any later sum of other parts has been
+    launched behind this one. `normed` takes the norm, if it is given; its weight must have been
+    there before the kernels ahead were launched: it is read early. `most_sms` is how many
+    multiprocessors the programs fill (None: all), the same on all ranks.
+    """
     share = -(-len(residual_TE) // len(shared.parts))
     sms = most_sms or num_sms(residual_TE.device)
     programs = min(share, MAX_BLOCKS, 2 * sms)

@@ -12,7 +12,6 @@ import torch
 
 from engine_service.kernels.peer_sum import add_parts_triton
 from engine_service.kernels.rounds_sum import add_parts_rounds_triton
-from engine_service.kernels.split_sum import add_parts_split_triton
 from tests.kernels.test_peer_sum import LATER, device, draw, interpreted, shared
 
 few = partial(add_parts_rounds_triton, most_sms=1)
@@ -24,7 +23,7 @@ def test_a_turn_for_the_parts_and_one_for_each_round() -> None:
     mine = shared([torch.ones(26, 64)] * 3, 2)
     residual = torch.zeros(26, 64, device=device)
     turns = 0
-    for add, more in ((few, 1 + 3), (add_parts_split_triton, 1), (few, 4), (add_parts_triton, 1)):
+    for add, more in ((few, 1 + 3), (add_parts_triton, 1), (few, 4)):
         add(residual, mine, 2)
         turns += more
         for told in (mine.turns, mine.signals[0][2], mine.signals[1][2]):

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 _SLACK = 8
 """Steps between the last prompt and the first measured step, and behind the last one."""
-_COLLECTIVES = re.compile(r"nccl|_add_parts_kernel|_add_pushed_kernel")
+_COLLECTIVES = re.compile(
+    r"nccl|_(add_parts|add_pushed|mailed_sum|mailed_shares|rounds_sum)_kernel"
+)
 """Kernels in which ranks wait for each other: NCCL's, and sums over memory of peers."""
 _LEAST_TOKEN_BUDGET = 1024
 """The smallest default of --token-budget."""
