@@ -80,7 +80,8 @@ def capture(one: Sum, residual: torch.Tensor, weight: torch.Tensor) -> torch.cud
     """A graph of `_SUMS` sums; all ranks must capture it."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        one(0, residual, weight)
+        for site in range(NUM_SITES):  # in turn, as in the graph
+            one(site, residual, weight)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -72,7 +72,7 @@ class Group:
     _devices: Any = field(default=None, repr=False)
     _hosts: Any = field(default=None, repr=False)
     peers: PeerSums | None = field(default=None, repr=False)
-    """Where the ranks read each other's memory; None: everything is the library's."""
+    """Where the ranks read and write each other's memory; None: everything is the library's."""
     whole_experts: bool = False
     """Whether each rank holds some of a layer's experts whole, instead of a share of each."""
     is_one_host: bool = True

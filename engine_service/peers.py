@@ -1,4 +1,4 @@
-"""Memory that the ranks of one machine read of each other, for sums over them.
+"""Memory of each other that the ranks of one machine read and write, for sums over them.
 
 It does not know models; `distributed.Group` asks it before it asks NCCL.
 """
@@ -26,14 +26,16 @@ from engine_service.kernels.rounds_sum import add_parts_rounds_triton
 from engine_service.pushes import LEAST_ROWS, MakeRows, Pushes
 
 NUM_SITES = 2
-"""Places that parts are written to in turn: a place is free again when the next sum has begun."""
+"""Places that parts are written to in turn: a place is free again when the next sum has begun, its
+boxes when that is whole."""
 _MOST_BYTES = 128 << 20
 """Of a part."""
 _MAILED_BYTES = 16 << 20
 """Of a part that is sent into boxes; of a larger one the ranks read each other's."""
 _FEW_ROWS = 16
 """Of a part that is sent whole and added in pieces, without a norm: the product that reads so few
-rows has it inside. Of more rows three ranks or more add a share each; two would send no less so."""
+rows has it inside (`small_linear`), and where it has not, a norm of its own costs about what whole
+rows do. Of more rows three ranks or more add a share each; two would send no less so."""
 LEAST_INPUTS = 4096
 """Of a product beside which three ranks or more add its chunks. With 2,048 a chunk is made in half
 of the time that a sum takes: nothing was won, with four times as many launches."""
@@ -85,8 +87,8 @@ class PeerSums:
             Parts(tuple(part[site] for part in parts), signals, lines, count)
             for site in range(NUM_SITES)
         ]
-        self._mailed = min(self._rows, _MAILED_BYTES // (width * dtype.itemsize))
-        boxes = share((NUM_SITES, size, self._mailed, width), words_of(dtype))
+        self._mailed_rows = min(self._rows, _MAILED_BYTES // (width * dtype.itemsize))
+        boxes = share((NUM_SITES, size, self._mailed_rows, width), words_of(dtype))
         boxes[rank].fill_(EMPTY)
         released = torch.zeros(1, dtype=torch.int32, device=device)
         self.mails = [
@@ -138,7 +140,7 @@ class PeerSums:
         """residual := residual + the sum of all ranks' parts; returns its RMSNorm (weight, eps), if
         one is given and costs nothing here."""
         shared, num_rows = self.sites[site], len(residual)
-        if num_rows <= self._mailed:
+        if num_rows <= self._mailed_rows:
             mailed = shared.parts[self._rank][:num_rows], self.mails[site], self._rank
             if num_rows <= _FEW_ROWS:
                 return add_mailed_triton(residual, *mailed)

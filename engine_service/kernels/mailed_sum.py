@@ -18,21 +18,18 @@ import torch
 
 from engine_service.kernels.jit import jit, overlaps_launches, tl, triton
 from engine_service.kernels.norm import normed_row
-from engine_service.kernels.peer_sum import (
-    MAX_BLOCKS,
-    REGISTERS,
-    num_sms,
-    row_warps,
-    wait_for_inputs,
-)
+from engine_service.kernels.peer_sum import REGISTERS, num_sms, row_warps, wait_for_inputs
 
 EMPTY = -1
-"""As an integer of a number's size: in every floating-point format something that is no number, and
-that no device computes (those are positive)."""
+"""As an integer of a number's size: all bits set, which is no number in any floating-point format.
+Where a part holds it all the same, another one that is no number is sent."""
 _PIECE = 1024
 """Elements of a row that a program adds where rows need not be whole."""
 _LEAST_PAIRED = 256
 """Elements of a program from which on a thread holds eight that lie side by side."""
+_WARPS = 32
+"""Of `REGISTERS` each that a multiprocessor holds. All programs of a launch run at once, or one
+could wait for a peer's that cannot start; half as many may have as many registers as they like."""
 _WORDS = {2: torch.int16, 4: torch.int32}
 
 
@@ -101,12 +98,14 @@ def _look(
 
 
 @jit
-def _is_missing(words: tl.tuple, tells: tl.tensor) -> tl.tensor:
-    """1 if one of them has not come, else 0."""
+def _is_missing(words: tl.tuple, tells: tl.tensor, released_ptr: tl.tensor) -> tl.tensor:
+    """1 if one of them has not come and is waited for, else 0: the same for all threads, which may
+    see a release at different times."""
     empty = words[0] == -1
     for index in tl.static_range(1, len(words)):
         empty = empty | (words[index] == -1)
-    return tl.max((empty & tells).to(tl.int32))
+    waits = tl.load(released_ptr, volatile=True) == 0
+    return tl.max((empty & tells & waits).to(tl.int32))
 
 
 @jit
@@ -134,7 +133,7 @@ def _sum_of_row(
     """`peer_sum.add_parts_ref` of a row: own part and what the others send, which is taken out."""
     residual = tl.load(residual_ptr, mask=inside, other=0.0)
     words = _look(box_ptr, line, inside, RANK, NUM_RANKS)
-    while _is_missing(words, tells) > tl.load(released_ptr, volatile=True):
+    while _is_missing(words, tells, released_ptr) != 0:
         words = _look(box_ptr, line, inside, RANK, NUM_RANKS)
     for part in tl.static_range(NUM_RANKS):
         if part != RANK:
@@ -151,7 +150,7 @@ def _sum_from_owner(
 ) -> tl.tensor:
     """What the owner of a row sends, which is taken out."""
     word = tl.load(box_ptr, mask=inside, other=0, volatile=True)
-    while _is_missing((word,), tells) > tl.load(released_ptr, volatile=True):
+    while _is_missing((word,), tells, released_ptr) != 0:
         word = tl.load(box_ptr, mask=inside, other=0, volatile=True)
     _clear(box_ptr, word, inside)
     return word
@@ -279,7 +278,8 @@ def add_mailed_triton(
     num_rows, width = residual_TE.shape
     # For a norm a program must have the whole row.
     block = triton.next_power_of_2(width if norm else min(width, _PIECE))
-    grid = min(num_rows, MAX_BLOCKS), triton.cdiv(width, block)
+    pieces = triton.cdiv(width, block)
+    grid = min(num_rows, _most_programs(block, residual_TE.device) // pieces), pieces
     return _launch(_mailed_sum_kernel, grid, block, residual_TE, part_TE, mail, rank, norm)
 
 
@@ -296,11 +296,15 @@ def add_mailed_shares_triton(
     share = -(-len(residual_TE) // num_ranks)
     # For the share of each rank. The same program has the same rows on all ranks: on one it adds
     # them, on the others it waits for them.
-    sms = num_sms(residual_TE.device)
-    programs = min(share, min(MAX_BLOCKS, 2 * sms) // num_ranks)
-    grid, block = (num_ranks * programs, 1), triton.next_power_of_2(residual_TE.shape[1])
+    block = triton.next_power_of_2(residual_TE.shape[1])
+    programs = min(share, _most_programs(block, residual_TE.device) // num_ranks)
+    grid = num_ranks * programs, 1
     kernel, sizes = _mailed_shares_kernel, (share, programs)
     return _launch(kernel, grid, block, residual_TE, part_TE, mail, rank, norm, *sizes)
+
+
+def _most_programs(block: int, device: torch.device) -> int:
+    return num_sms(device) * _WARPS // row_warps(block)
 
 
 def _launch(
@@ -322,6 +326,7 @@ def _launch(
     weight, eps = norm or (None, 0.0)
     normed_TE = None if weight is None else torch.empty_like(residual_TE)
     overlap, box = overlaps_launches(residual_TE.device), mail.boxes[rank]
+    crowded = 2 * grid[0] * grid[1] > _most_programs(block, residual_TE.device)
     kernel[grid](
         residual_TE,
         part_TE.view(box.dtype),
@@ -337,10 +342,11 @@ def _launch(
         RANK=rank,
         NUM_RANKS=len(mail.boxes),
         BLOCK=block,
-        PAIRED=box.itemsize == 2 and width % 8 == 0 and block >= _LEAST_PAIRED,
+        # The compiler must know of 32 bits that they lie as one, in every line too.
+        PAIRED=box.itemsize == 2 and width % 16 == 0 and block >= _LEAST_PAIRED,
         PDL=overlap,
         num_warps=row_warps(block),
-        maxnreg=REGISTERS if grid[0] > num_sms(residual_TE.device) else None,
+        maxnreg=REGISTERS if crowded else None,
         launch_pdl=overlap,
     )
     return normed_TE

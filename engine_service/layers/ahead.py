@@ -1,7 +1,7 @@
 """What stands between a sum and the product behind it: the residual stream, and a norm of it.
 
-Ranks that sum over each other's memory hold whole rows while they do, and make the norm then. It
-knows no products.
+Ranks that sum many rows over each other's memory hold whole ones while they do, and make the norm
+then. It knows no products.
 """
 
 from __future__ import annotations

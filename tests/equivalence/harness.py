@@ -65,8 +65,8 @@ class Setup:
 
     @property
     def depth(self) -> int:
-        """As executors have it."""
-        return self.num_stages - 1 + self.overlaps
+        """As `worker.device.num_beside` has it."""
+        return max(self.num_stages - 1, int(self.overlaps))
 
 
 class ToyEngine:

@@ -70,6 +70,26 @@ def count_wrong(group: Group, device: torch.device, turns: int) -> int:
     return wrong
 
 
+def count_wrong_chains(group: Group, device: torch.device) -> int:
+    """Of eight sums behind each other with nothing between, on both sites in turn."""
+    peers, wrong = group.peers, 0
+    assert peers is not None
+    for rows in FEW:
+        torch.manual_seed(rows)
+        residual, *parts = (
+            torch.randn(rows, WIDTH, device=device).to(torch.bfloat16)
+            for _ in range(1 + NUM_SITES * group.size)
+        )
+        by_site, own = (parts[: group.size], parts[group.size :]), residual.clone()
+        for site, of_all in enumerate(by_site):
+            peers.sites[site].parts[group.rank][:rows] = of_all[group.rank]
+        for turn in range(8):
+            peers.add(turn % NUM_SITES, own)
+            add_parts_ref(residual, tuple(by_site[turn % NUM_SITES]))
+        wrong += not torch.equal(own, residual)
+    return wrong
+
+
 @torch.inference_mode()
 def run(rank: int, num_ranks: int, place: tuple[str, int]) -> None:
     """One rank; rank 0 prints."""
@@ -77,10 +97,10 @@ def run(rank: int, num_ranks: int, place: tuple[str, int]) -> None:
     torch.cuda.set_device(device)
     group = meet(Place(rank, num_ranks, place), device)
     group = group.with_peers(MOST, WIDTH, torch.bfloat16, device)
-    wrong = group.all_of(count_wrong(group, device, TURNS))
+    wrong = group.all_of(count_wrong(group, device, TURNS) + count_wrong_chains(group, device))
     assert group.peers is not None
-    unwaited = [0, 0, 0]
-    for index, rows in enumerate((64, LEAST_ROWS - 1, MOST)):
+    unwaited = [0, 0, 0, 0]
+    for index, rows in enumerate((2, 64, LEAST_ROWS - 1, MOST)):
         # What peers tell takes the place of the release.
         group.peers.release()
         group.await_all(60.0)
