@@ -17,8 +17,13 @@ from typing import Any, NamedTuple
 import torch
 
 from engine_service.kernels.jit import jit, overlaps_launches, tl, triton
-from engine_service.kernels.norm import normed_row
-from engine_service.kernels.peer_sum import REGISTERS, num_sms, row_warps, wait_for_inputs
+from engine_service.kernels.peer_sum import (
+    REGISTERS,
+    keep_row,
+    num_sms,
+    row_warps,
+    wait_for_inputs,
+)
 
 EMPTY = -1
 """As an integer of a number's size: all bits set, which is no number in any floating-point format.
@@ -156,22 +161,6 @@ def _sum_from_owner(
     return word
 
 
-@jit
-def _keep_row(
-    x: tl.tensor,
-    residual_ptr: tl.tensor,
-    normed_ptr: tl.tensor,
-    place: tl.tensor,
-    inside: tl.tensor,
-    weight: tl.tensor,
-    eps: tl.tensor,
-    WIDTH: tl.constexpr,
-) -> None:
-    tl.store(residual_ptr + place, x, mask=inside)
-    if weight is not None:
-        tl.store(normed_ptr + place, normed_row(x, weight, eps, WIDTH), mask=inside)
-
-
 @partial(jit, do_not_specialize=["num_rows"])
 def _mailed_sum_kernel(
     residual_ptr: tl.tensor,
@@ -202,7 +191,7 @@ def _mailed_sum_kernel(
         _send(own, boxes, RANK * line + place, inside, None, RANK, NUM_RANKS)
         row_ptr, box_ptr = residual_ptr + place, boxes[RANK] + place
         x = _sum_of_row(row_ptr, own, box_ptr, released_ptr, line, inside, tells, RANK, NUM_RANKS)
-        _keep_row(x, residual_ptr, normed_ptr, place, inside, weight, eps, WIDTH)
+        keep_row(x, residual_ptr, normed_ptr, place, inside, weight, eps, WIDTH)
 
 
 @partial(jit, do_not_specialize=["num_rows", "share", "programs"])
@@ -253,7 +242,7 @@ def _mailed_shares_kernel(
         else:
             word = _sum_from_owner(box_ptr + owner * line, released_ptr, inside, tells)
         x = word.to(residual_ptr.dtype.element_ty, bitcast=True)
-        _keep_row(x, residual_ptr, normed_ptr, place, inside, weight, eps, WIDTH)
+        keep_row(x, residual_ptr, normed_ptr, place, inside, weight, eps, WIDTH)
 
 
 def release(mail: Mail) -> None:

@@ -57,6 +57,23 @@ def add_parts_ref(
 
 
 @jit
+def keep_row(
+    x: tl.tensor,
+    residual_ptr: tl.tensor,
+    normed_ptr: tl.tensor,
+    place: tl.tensor,
+    inside: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> None:
+    """residual := x, and the norm of that; `weight` of the norm, or None."""
+    tl.store(residual_ptr + place, x, mask=inside)
+    if weight is not None:
+        tl.store(normed_ptr + place, normed_row(x, weight, eps, WIDTH), mask=inside)
+
+
+@jit
 def add_row(
     residual_ptr: tl.tensor,
     parts: tl.tensor,
@@ -75,9 +92,7 @@ def add_row(
         total += tl.load(parts[part] + place, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(residual_ptr + place, mask=inside, other=0.0)
     x = (x.to(tl.float32) + total).to(x.dtype)
-    tl.store(residual_ptr + place, x, mask=inside)
-    if weight is not None:
-        tl.store(normed_ptr + place, normed_row(x, weight, eps, WIDTH), mask=inside)
+    keep_row(x, residual_ptr, normed_ptr, place, inside, weight, eps, WIDTH)
     return x
 
 

@@ -16,12 +16,12 @@ from functools import partial
 import torch
 
 from engine_service.kernels.jit import jit, tl
-from engine_service.kernels.norm import normed_row
 from engine_service.kernels.peer_sum import (
     MAX_BLOCKS,
     REGISTERS,
     Parts,
     add_row,
+    keep_row,
     launch_sum,
     lines_of,
     next_turn,
@@ -65,9 +65,7 @@ def _take_row(
     """residual := the sum that its owner has written; `weight` of the norm, or None."""
     place, inside = row * WIDTH + column, column < WIDTH
     x = tl.load(sums_ptr + place, mask=inside, other=0.0)
-    tl.store(residual_ptr + place, x, mask=inside)
-    if weight is not None:
-        tl.store(normed_ptr + place, normed_row(x, weight, eps, WIDTH), mask=inside)
+    keep_row(x, residual_ptr, normed_ptr, place, inside, weight, eps, WIDTH)
 
 
 @jit
