@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine_service.config import EngineConfig
 from engine_service.core.messages import StepOutput
-from engine_service.kernels import peer_sum
+from engine_service.kernels import mailed_sum, peer_sum, pushed_sum, rounds_sum
 from tidemill.bench import batching, latency, step, throughput
 from tidemill.bench.engines import open_engine
 from tidemill.bench.probe import Arrivals, counted, replaced, timed, watch_kv
@@ -215,6 +215,13 @@ def test_collectives_have_a_share_of_their_own() -> None:
     assert ("collectives", "    1.500 ms of it, 37.5%") in lines
     alone = device | {"collective_ms": 0.0}
     assert all(name != "collectives" for name, _ in step.table({"phases_ms": {}, "device": alone}))
+
+
+@pytest.mark.parametrize("sums", [mailed_sum, peer_sum, pushed_sum, rounds_sum])
+def test_all_kernels_in_which_ranks_wait_are_collectives(sums: ModuleType) -> None:
+    names = [name for name in vars(sums) if name.endswith("_kernel")]
+    assert names
+    assert step.collective_time(dict.fromkeys(names, 1.0)) == len(names)
 
 
 class Clock:
