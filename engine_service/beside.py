@@ -1,17 +1,21 @@
-"""Sums of many rows over three ranks or more, each chunk beside the product that makes the next.
+"""Sums of many rows over three ranks or more, each chunk beside a product: the one that makes the
+next chunk, or one that reads the first.
 
 A sum of 8,192 rows takes half as long as the product ahead of it, or longer, and moves bytes alone:
 the matrix units are idle. Here a few multiprocessors add one chunk of rows while the others compute
-the next. The library's kernels occupy a device until they end, so they are told to leave those few
-alone. It does not know models; `peers.PeerSums` decides when this pays.
+what does not wait for it. The library's kernels occupy a device until they end, so they are told to
+leave those few alone, as long as there is something to add. It does not know models;
+`peers.PeerSums` decides when this pays.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +26,33 @@ from engine_service.pushes import MakeRows, split
 _NUM_SMS = 24
 """That add beside a product: a chunk of 2,048 rows in some 150 us, where a quarter of a product of
 6,400 inputs takes 200. With 40 the products lose more than the sums win; 12 are too slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of a sum that come together."""
+
+    rows: slice
+    _ready: torch.cuda.Event
+    _is_last: bool
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """What is launched inside comes behind the sum of these rows, and beside that of later
+        ones."""
+        self._ready.wait()
+        with nullcontext() if self._is_last else _leaving():
+            yield
+
+
+class Summed(NamedTuple):
+    """What a sum leaves beside the residual stream."""
+
+    normed_TE: torch.Tensor | None = None
+    """Its RMSNorm, where it has that for nothing."""
+    pieces: Sequence[Piece] = ()
+    """All of its rows, in the order in which they come, to be taken in that order; none: they are
+    all there."""
 
 
 class BesideSums:
@@ -38,38 +69,46 @@ class BesideSums:
         residual_TE: torch.Tensor,
         make: MakeRows,
         norm: tuple[torch.Tensor, float] | None,
-    ) -> torch.Tensor | None:
-        """residual := residual + the sum of what `make` gives on all ranks; returns its RMSNorm
-        (weight, eps), if one is given."""
+        *,
+        in_pieces: bool,
+    ) -> Summed:
+        """residual := residual + the sum of what `make` gives on all ranks, and its RMSNorm
+        (weight, eps), if one is given. `in_pieces`: the first chunk comes ahead of the others,
+        which are added beside what reads it."""
         shared, main = self._sites[site], torch.cuda.current_stream(self._device)
         normed_TE = None if norm is None else torch.empty_like(residual_TE)
         chunks = split(len(residual_TE))
         for index, rows in enumerate(chunks):
-            with _leaving(_NUM_SMS if index else 0, self._device):
+            with _leaving() if index else nullcontext():
                 make(rows, shared.parts[self._rank][rows])
-            # Products never wait for sums, so that no rank waits for what another holds up.
+            # No product of this sum waits for it, so that no rank waits for what another holds up.
             self._aside.wait_stream(main)
-            few = _NUM_SMS if index + 1 < len(chunks) else None
+            few = _NUM_SMS if in_pieces or index + 1 < len(chunks) else None
             normed = None if normed_TE is None else normed_TE[rows]
             own = shared._replace(parts=tuple(part[rows] for part in shared.parts))
             with torch.cuda.stream(self._aside):
                 add_parts_rounds_triton(
                     residual_TE[rows], own, self._rank, norm, normed_TE=normed, most_sms=few
                 )
-        main.wait_stream(self._aside)
-        return normed_TE
+                if not index:
+                    first = Piece(rows, self._aside.record_event(), _is_last=False)
+        if not in_pieces:
+            main.wait_stream(self._aside)
+            return Summed(normed_TE)
+        rest = slice(first.rows.stop, len(residual_TE))
+        return Summed(normed_TE, (first, Piece(rest, self._aside.record_event(), _is_last=True)))
 
 
 @contextmanager
-def _leaving(num_sms: int, device: torch.device) -> Iterator[None]:
-    """The library's products leave so many multiprocessors alone meanwhile."""
+def _leaving() -> Iterator[None]:
+    """The library's products leave a few multiprocessors of this device to sums meanwhile."""
     set_target = _set_target()
-    if not num_sms or set_target is None:
+    if set_target is None:
         yield
         return
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
-    all_of_them = torch.cuda.get_device_properties(device).multi_processor_count
-    set_target(handle, all_of_them - num_sms)
+    all_of_them = torch.cuda.get_device_properties().multi_processor_count
+    set_target(handle, all_of_them - _NUM_SMS)
     try:
         yield
     finally:

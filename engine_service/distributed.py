@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import Store as Store  # type: ignore[attr-defined]
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from engine_service.beside import Summed
 from engine_service.device_kinds import check_kinds, kind_of
 from engine_service.peers import PeerSums
 from engine_service.pushes import MakeRows
@@ -90,17 +91,21 @@ class Group:
         *,
         norm: tuple[torch.Tensor, float] | None = None,
         inputs: int = 0,
-    ) -> torch.Tensor | None:
-        """residual := residual + the sum of what `make` gives on all ranks. `inputs`: of the
-        product by which it can also make some rows after others; 0: it cannot. Returns the RMSNorm
-        (weight, eps) of the sum, if one is given and the sum has it for nothing.
+        in_pieces: bool = False,
+    ) -> Summed:
+        """residual := residual + the sum of what `make` gives on all ranks, and the RMSNorm
+        (weight, eps) of that, if one is given and the sum has it for nothing. `inputs`: of the
+        product by which `make` can also make some rows after others; 0: it cannot. `in_pieces`:
+        what reads the sum may take its rows as they come.
 
         Sums that follow each other have different sites (below peers.NUM_SITES).
         """
         if self.peers is not None and self.peers.fit(residual):
-            return self.peers.add_sum(site, residual, make, norm, inputs=inputs)
+            return self.peers.add_sum(
+                site, residual, make, norm, inputs=inputs, in_pieces=in_pieces
+            )
         residual.add_(self.sum_(make(slice(None), None)))
-        return None
+        return Summed()
 
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
         """x := the sum over all ranks."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
-from engine_service.beside import BesideSums
+from engine_service.beside import BesideSums, Summed
 from engine_service.kernels import mailed_sum, peer_sum
 from engine_service.kernels.jit import runs_triton
 from engine_service.kernels.mailed_sum import (
@@ -37,8 +37,9 @@ _FEW_ROWS = 16
 rows has it inside (`small_linear`), and where it has not, a norm of its own costs about what whole
 rows do. Of more rows three ranks or more add a share each; two would send no less so."""
 LEAST_INPUTS = 4096
-"""Of a product beside which three ranks or more add its chunks. With 2,048 a chunk is made in half
-of the time that a sum takes: nothing was won, with four times as many launches."""
+"""Of a product beside which three ranks or more add its chunks, if nothing else is beside them.
+With 2,048 a chunk is made in half of the time that a sum takes: nothing was won, with four times as
+many launches."""
 _OPEN: WeakSet[PeerSums] = WeakSet()
 
 
@@ -118,21 +119,23 @@ class PeerSums:
         norm: tuple[torch.Tensor, float] | None = None,
         *,
         inputs: int = 0,
-    ) -> torch.Tensor | None:
-        """residual := residual + the sum of what `make` gives on all ranks; returns its RMSNorm
+        in_pieces: bool = False,
+    ) -> Summed:
+        """residual := residual + the sum of what `make` gives on all ranks, and its RMSNorm
         (weight, eps), if one is given and costs nothing here. `inputs`: of the product by which
-        `make` can also make some rows after others; 0: it cannot."""
+        `make` can also make some rows after others; 0: it cannot. `in_pieces`: what reads the sum
+        may take its rows as they come."""
         num_rows = len(residual)
         part = self.sites[site].parts[self._rank][:num_rows]
         # Steps that are captured are small; and copies are counted on the host.
         captured = torch.cuda.is_current_stream_capturing()
         if inputs and num_rows >= LEAST_ROWS and not captured:
             if self._pushes is not None:
-                return self._pushes.add(site, residual, part, make, norm)
-            if self._beside is not None and inputs >= LEAST_INPUTS:
-                return self._beside.add(site, residual, make, norm)
+                return Summed(self._pushes.add(site, residual, part, make, norm))
+            if self._beside is not None and (in_pieces or inputs >= LEAST_INPUTS):
+                return self._beside.add(site, residual, make, norm, in_pieces=in_pieces)
         make(slice(None), part)
-        return self.add(site, residual, norm)
+        return Summed(self.add(site, residual, norm))
 
     def add(
         self, site: int, residual: torch.Tensor, norm: tuple[torch.Tensor, float] | None = None

@@ -6,10 +6,12 @@ then. It knows no products.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from engine_service.beside import Piece
 from engine_service.distributed import Group
 from engine_service.layers.norm import RMSNorm
 from engine_service.pushes import MakeRows
@@ -20,6 +22,8 @@ class Ahead(NamedTuple):
 
     x_TE: torch.Tensor
     norm: RMSNorm | None = None
+    pieces: Sequence[Piece] = ()
+    """All rows of x, if some are still to come: only where the product has asked for that."""
 
     def normed(self) -> torch.Tensor:
         """Same shape as x."""
@@ -34,8 +38,13 @@ def add_ranks(
     before: RMSNorm | None,
     *,
     inputs: int = 0,
+    in_pieces: bool = False,
 ) -> Ahead:
     """`Group.add_sum`; what it leaves is read behind the norm `before`."""
     own = None if before is None else (before.weight, before.eps)
-    normed_TE = group.add_sum(residual_TE, site, make, norm=own, inputs=inputs)
-    return Ahead(residual_TE, before) if normed_TE is None else Ahead(normed_TE)
+    normed_TE, pieces = group.add_sum(
+        residual_TE, site, make, norm=own, inputs=inputs, in_pieces=in_pieces
+    )
+    if normed_TE is None:
+        return Ahead(residual_TE, before, pieces)
+    return Ahead(normed_TE, None, pieces)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from engine_service.distributed import ALONE, Group
+from engine_service.kernels.activation import silu_mul
 from engine_service.layers.ahead import Ahead
 from engine_service.layers.linear import Linear
 from engine_service.layers.norm import RMSNorm
@@ -60,8 +61,18 @@ class FeedForward(nn.Module):
     ) -> Ahead:
         """residual + this layer of what lies ahead of it, written into `residual`; returned for the
         product that comes next, which takes it behind the norm `before`."""
-        hidden = self.gate_up(ahead.x_TE, norm=ahead.norm, gated=True)
-        return self.down.add(residual_TE, hidden, before)
+        return self.down.add(residual_TE, self._gated(ahead), before)
+
+    def _gated(self, ahead: Ahead) -> torch.Tensor:
+        """[T, I / ranks]: silu(gate) * up."""
+        if not ahead.pieces:
+            return self.gate_up(ahead.x_TE, norm=ahead.norm, gated=True)
+        assert ahead.norm is None, "a sum in pieces makes the norm that is read of it"
+        gate_up = ahead.x_TE.new_empty(len(ahead.x_TE), self.gate_up.out_size)
+        for piece in ahead.pieces:
+            with piece.taken():
+                self.gate_up(ahead.x_TE[piece.rows], out=gate_up[piece.rows])
+        return silu_mul(gate_up)
 
     def add(self, residual_TE: torch.Tensor, x_TE: torch.Tensor) -> torch.Tensor:
         """residual + this rank's part of this layer of x; `residual` is overwritten and

@@ -42,29 +42,45 @@ class Linear(nn.Module):
         self.parts = {name: tuple(shares) for name, shares in parts.items()}
         self.scheme = scheme
         self._group, self._site = ALONE if inputs.is_whole else group, site
-        out_size = sum(share.size for shares in self.parts.values() for share in shares)
-        weights = scheme.create(inputs.size, out_size, bias=bias, device=device, dtype=dtype)
+        weights = scheme.create(inputs.size, self.out_size, bias=bias, device=device, dtype=dtype)
         self._weights: dict[str, torch.Tensor] = {}
         for name, tensor in weights.items():
             parameter = nn.Parameter(tensor, requires_grad=False)
             self.register_parameter(name, parameter)
             self._weights[name] = parameter
 
+    @property
+    def out_size(self) -> int:
+        """Of all parts."""
+        return sum(share.size for shares in self.parts.values() for share in shares)
+
     def forward(
-        self, x_TI: torch.Tensor, *, norm: RMSNorm | None = None, gated: bool = False
+        self,
+        x_TI: torch.Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        gated: bool = False,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, I] to [T, sum of parts], of norm(x) if there is one.
+        """[T, I] to [T, sum of parts], of norm(x) if there is one; in `out`, if there is one
+        (without norm and gate).
 
         `gated` (two parts of equal size): silu(first) * second, [T, O / 2].
         """
         ahead = None if norm is None else (norm.weight, norm.eps)
-        return self.scheme.apply(x_TI, self._weights, norm=ahead, gated=gated)
+        return self.scheme.apply(x_TI, self._weights, norm=ahead, gated=gated, out=out)
 
     def add(
-        self, residual_TO: torch.Tensor, x_TI: torch.Tensor, before: RMSNorm | None = None
+        self,
+        residual_TO: torch.Tensor,
+        x_TI: torch.Tensor,
+        before: RMSNorm | None = None,
+        *,
+        in_pieces: bool = False,
     ) -> Ahead:
         """residual + the sum of all ranks' forward(x), written into `residual`; returned for the
-        product that comes next, which takes it behind the norm `before`."""
+        product that comes next, which takes it behind the norm `before`, and in pieces if it
+        can."""
         if self._group.size == 1:
             return Ahead(self.add_part(residual_TO, x_TI), before)
         scheme, weights = self.scheme, self._weights
@@ -72,8 +88,15 @@ class Linear(nn.Module):
         def make(rows: slice, room: torch.Tensor | None) -> torch.Tensor:
             return scheme.apply(x_TI[rows], weights, out=room)
 
-        inputs = x_TI.shape[1]
-        return add_ranks(self._group, residual_TO, self._site, make, before, inputs=inputs)
+        return add_ranks(
+            self._group,
+            residual_TO,
+            self._site,
+            make,
+            before,
+            inputs=x_TI.shape[1],
+            in_pieces=in_pieces,
+        )
 
     def add_part(self, residual_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
         """residual + forward(x), a part of the ranks' sum; `residual` is overwritten and

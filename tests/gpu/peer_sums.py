@@ -3,7 +3,8 @@ chunks, copied or added beside what makes the next.
 
     python -m tests.gpu.peer_sums RANKS
 
-Prints a line: how many sums were wrong, and how many of those where the ranks did not wait.
+Prints a line: how many sums were wrong, how many of those where the ranks did not wait, and whether
+rows were wrong that were not taken as they come (only three ranks or more have such).
 """
 
 from __future__ import annotations
@@ -21,26 +22,46 @@ from engine_service.distributed import Group, Place, meet, open_store
 from engine_service.kernels.norm import rms_norm_ref
 from engine_service.kernels.peer_sum import add_parts_ref
 from engine_service.peers import LEAST_INPUTS, NUM_SITES, PeerSums
-from engine_service.pushes import LEAST_ROWS
+from engine_service.pushes import LEAST_ROWS, MakeRows
 
 WIDTH, MOST, TURNS = 2560, 8192, 180
 EPS = 1e-6
 FEW = (1, 3, 16, 17, 64, 129, 300)
 
 
-def sum_of(
-    peers: PeerSums, site: int, residual: torch.Tensor, part: torch.Tensor, inputs: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(residual + all parts, the norm of it)."""
+def copied(part: torch.Tensor) -> MakeRows:
+    """As a product that makes this part."""
 
     def make(rows: slice, room: torch.Tensor | None) -> torch.Tensor:
         assert room is not None
         return room.copy_(part[rows])
 
+    return make
+
+
+def sum_of(
+    peers: PeerSums,
+    site: int,
+    residual: torch.Tensor,
+    part: torch.Tensor,
+    inputs: int,
+    in_pieces: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(residual + all parts, the norm of it)."""
     weight = torch.linspace(0.5, 2.0, WIDTH, dtype=part.dtype, device=part.device)
-    normed = peers.add_sum(site, residual, make, (weight, EPS), inputs=inputs)
-    # Few rows have it inside of the product that reads them.
-    return residual, rms_norm_ref(residual, weight, EPS) if normed is None else normed
+    how = {"inputs": inputs, "in_pieces": in_pieces}
+    normed, pieces = peers.add_sum(site, residual, copied(part), (weight, EPS), **how)
+    if normed is None:
+        # Few rows have it inside of the product that reads them.
+        return residual, rms_norm_ref(residual, weight, EPS)
+    if not pieces:
+        return residual, normed
+    read = torch.empty_like(residual), torch.empty_like(normed)
+    for piece in pieces:
+        with piece.taken():
+            for to, of in zip(read, (residual, normed), strict=True):
+                to[piece.rows] = of[piece.rows]
+    return read
 
 
 def count_wrong(group: Group, device: torch.device, turns: int) -> int:
@@ -57,7 +78,7 @@ def count_wrong(group: Group, device: torch.device, turns: int) -> int:
         if group.rank == turn % group.size:
             torch.cuda._sleep(3_000_000)
         site = turn % NUM_SITES
-        given = residual.clone(), parts[group.rank], LEAST_INPUTS * (turn % 4 > 0)
+        given = residual.clone(), parts[group.rank], LEAST_INPUTS * (turn % 4 > 0), turn % 4 == 3
         total, normed = sum_of(group.peers, site, *given)
         weight = torch.linspace(0.5, 2.0, WIDTH, dtype=torch.bfloat16, device=device)
         want = add_parts_ref(residual, tuple(parts), (weight, EPS))
@@ -90,6 +111,22 @@ def count_wrong_chains(group: Group, device: torch.device) -> int:
     return wrong
 
 
+def misses_pieces(group: Group, device: torch.device) -> bool:
+    """Control: whether something is not there yet where a sum's rows are not taken as they come."""
+    assert group.peers is not None
+    parts = torch.ones(MOST, WIDTH, dtype=torch.bfloat16, device=device)
+    total = torch.zeros_like(parts)
+    if group.rank:
+        torch.cuda._sleep(300_000_000)
+    how = {"inputs": LEAST_INPUTS, "in_pieces": True}
+    _, pieces = group.peers.add_sum(0, total, copied(parts), None, **how)
+    early = total.clone()
+    for piece in pieces:
+        with piece.taken():
+            assert bool((total[piece.rows] == group.size).all())
+    return bool((early != group.size).any())
+
+
 @torch.inference_mode()
 def run(rank: int, num_ranks: int, place: tuple[str, int]) -> None:
     """One rank; rank 0 prints."""
@@ -98,6 +135,7 @@ def run(rank: int, num_ranks: int, place: tuple[str, int]) -> None:
     group = meet(Place(rank, num_ranks, place), device)
     group = group.with_peers(MOST, WIDTH, torch.bfloat16, device)
     wrong = group.all_of(count_wrong(group, device, TURNS) + count_wrong_chains(group, device))
+    misses = misses_pieces(group, device)
     assert group.peers is not None
     unwaited = [0, 0, 0, 0]
     for index, rows in enumerate((2, 64, LEAST_ROWS - 1, MOST)):
@@ -112,8 +150,9 @@ def run(rank: int, num_ranks: int, place: tuple[str, int]) -> None:
         unwaited[index] = int((total != num_ranks * (num_ranks + 1) / 2).any())
         group.await_all(60.0)
     told = [max(of) for of in zip(*group.all_of(unwaited), strict=True)]
+    missed = group.all_of(misses)
     if not rank:
-        print(sum(wrong), sum(told), flush=True)
+        print(sum(wrong), sum(told), int(any(missed)), flush=True)
     group.await_all(60.0)
     sys.stdout.flush()
     os._exit(0)
