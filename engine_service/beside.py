@@ -33,15 +33,17 @@ class Piece:
     """Rows of a sum that come together."""
 
     rows: slice
+    is_last: bool
+    """Whether none is added beside what reads it, of which only the library's products leave room
+    for that."""
     _ready: torch.cuda.Event
-    _is_last: bool
 
     @contextmanager
     def taken(self) -> Iterator[None]:
         """What is launched inside comes behind the sum of these rows, and beside that of later
         ones."""
         self._ready.wait()
-        with nullcontext() if self._is_last else _leaving():
+        with nullcontext() if self.is_last else _leaving():
             yield
 
 
@@ -91,12 +93,12 @@ class BesideSums:
                     residual_TE[rows], own, self._rank, norm, normed_TE=normed, most_sms=few
                 )
                 if not index:
-                    first = Piece(rows, self._aside.record_event(), _is_last=False)
+                    first = Piece(rows, False, self._aside.record_event())
         if not in_pieces:
             main.wait_stream(self._aside)
             return Summed(normed_TE)
         rest = slice(first.rows.stop, len(residual_TE))
-        return Summed(normed_TE, (first, Piece(rest, self._aside.record_event(), _is_last=True)))
+        return Summed(normed_TE, (first, Piece(rest, True, self._aside.record_event())))
 
 
 @contextmanager

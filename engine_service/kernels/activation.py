@@ -17,12 +17,13 @@ def silu_mul_ref(gate_up_TI: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
-def silu_mul(gate_up_TI: torch.Tensor) -> torch.Tensor:
-    """`silu_mul_ref` with one rounding of silu and one of the product; one launch on CUDA."""
+def silu_mul(gate_up_TI: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`silu_mul_ref` with one rounding of silu and one of the product, in `out` if there is one
+    (contiguous); one launch on CUDA."""
     if runs_triton(gate_up_TI):
-        return silu_mul_triton(gate_up_TI)
+        return silu_mul_triton(gate_up_TI, out)
     gate, up = gate_up_TI.chunk(2, dim=-1)
-    return functional.silu(gate).mul_(up)
+    return torch.mul(functional.silu(gate), up, out=out)
 
 
 @jit
@@ -49,10 +50,10 @@ def _silu_mul_kernel(
     tl.store(out_ptr + row * WIDTH + column, y, mask=inside)
 
 
-def silu_mul_triton(gate_up_TI: torch.Tensor) -> torch.Tensor:
+def silu_mul_triton(gate_up_TI: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """`silu_mul` in one launch; rows may lie apart, float64 is not there."""
     num_rows, width = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
-    out = gate_up_TI.new_empty(num_rows, width)
+    out = gate_up_TI.new_empty(num_rows, width) if out is None else out
     # Few rows want many programs, many rows want more bytes under way in each.
     block = min(triton.next_power_of_2(width), 2048 if num_rows >= 256 else 1024)
     overlap = overlaps_launches(gate_up_TI.device)

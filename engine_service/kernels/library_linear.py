@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from engine_service.kernels.cublaslt import Cut, Product, open_library
+from engine_service.kernels.waves import count_tiles, filled
 
 _FEW_ROWS, _NARROW = 256, 5120
 """Rows and outputs up to which one wave of tiles computes a product."""
@@ -78,29 +79,18 @@ def choose_cut(num_rows: int, out_size: int, num_sms: int) -> Cut | None:
     cuts: Sequence[Cut] = ()
     least = _LEAST_FILLED
     if num_rows <= _FEW_ROWS and out_size <= _NARROW:
-        whole = [cut for cut in _ONE_WAVE if _count(cut, num_rows, out_size) <= num_sms]
+        whole = [cut for cut in _ONE_WAVE if count_tiles(cut, num_rows, out_size) <= num_sms]
         cuts, least = sorted(whole, key=lambda cut: _room(cut, num_rows))[:1], _LEAST_ONE
     elif _LEAST_ROWS <= num_rows <= _FEW_ROWS and out_size <= _WIDE:
         cuts = _WAVES
-    filling = (cut for cut in cuts if _filled(cut, num_rows, out_size, num_sms) >= least)
+    filling = (cut for cut in cuts if filled(cut, num_rows, out_size, num_sms) >= least)
     return next(filling, None)
-
-
-def _count(cut: Cut, num_rows: int, out_size: int) -> int:
-    """Tiles of a product."""
-    return -(-out_size // cut.outputs) * -(-num_rows // cut.rows)
 
 
 def _room(cut: Cut, num_rows: int) -> tuple[int, int, int]:
     """Size of a tile; of equal ones those first that pad least, then those that load least."""
     padded = -(-num_rows // cut.rows) * cut.rows
     return cut.outputs * cut.rows, padded, cut.outputs + cut.rows
-
-
-def _filled(cut: Cut, num_rows: int, out_size: int, num_sms: int) -> float:
-    """Which share of what the device could compute in that many waves is wanted."""
-    waves = -(-_count(cut, num_rows, out_size) // num_sms)
-    return num_rows * out_size / (waves * num_sms * cut.outputs * cut.rows)
 
 
 def _product_of(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> Product | None:

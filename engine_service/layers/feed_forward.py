@@ -68,11 +68,15 @@ class FeedForward(nn.Module):
         if not ahead.pieces:
             return self.gate_up(ahead.x_TE, norm=ahead.norm, gated=True)
         assert ahead.norm is None, "a sum in pieces makes the norm that is read of it"
-        gate_up = ahead.x_TE.new_empty(len(ahead.x_TE), self.gate_up.out_size)
+        hidden = ahead.x_TE.new_empty(len(ahead.x_TE), self.gate_up.out_size // 2)
         for piece in ahead.pieces:
+            x_TE, out = ahead.x_TE[piece.rows], hidden[piece.rows]
             with piece.taken():
-                self.gate_up(ahead.x_TE[piece.rows], out=gate_up[piece.rows])
-        return silu_mul(gate_up)
+                if piece.is_last:
+                    self.gate_up(x_TE, gated=True, out=out)
+                else:
+                    silu_mul(self.gate_up(x_TE), out)
+        return hidden
 
     def add(self, residual_TE: torch.Tensor, x_TE: torch.Tensor) -> torch.Tensor:
         """residual + this rank's part of this layer of x; `residual` is overwritten and

@@ -63,7 +63,7 @@ class Linear(nn.Module):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[T, I] to [T, sum of parts], of norm(x) if there is one; in `out`, if there is one
-        (without norm and gate).
+        (without norm).
 
         `gated` (two parts of equal size): silu(first) * second, [T, O / 2].
         """

@@ -37,7 +37,7 @@ class LinearScheme(ABC):
         gated: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, I] to [T, O], in `out` where that is given (without norm and gate).
+        """[T, I] to [T, O], in `out` where that is given (without norm).
 
         `norm` (weight, eps): x is RMS-normalised first. `gated`: the first half of the outputs is
         a gate, silu(gate) * rest, [T, O / 2].

@@ -33,8 +33,8 @@ STUB_IMPORTERS = (
 
 OPTIONAL_WHEELS = {
     "flash_attn", "flash_attn_interface", "grpc_reflection", "huggingface_hub",
-    "kubernetes_asyncio", "opentelemetry", "ray", "sentencepiece", "smg_grpc_proto", "tokenizers",
-    "tqdm", "transformers",
+    "kubernetes_asyncio", "opentelemetry", "quack", "ray", "sentencepiece", "smg_grpc_proto",
+    "tokenizers", "tqdm", "transformers",
 }  # fmt: skip
 """What only some installations have, or only some runs need."""
 

@@ -25,15 +25,18 @@ def drawn(seed: int) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("where", ["new", "out", "residual", "gated"])
+@pytest.mark.parametrize("where", ["new", "out", "residual", "gated", "gated out"])
 def test_what_stands_around_a_product(seed: int, where: str, has_bias: bool) -> None:
     x, weight, bias, other = drawn(seed)
     norm = (torch.randn(24), 1e-5)
     own_bias = bias if has_bias else None
     want = functional.linear(rms_norm_ref(x, *norm), weight, own_bias)
-    if where == "gated":
-        got = linear(x, weight, own_bias, norm=norm, gated=True)
+    gated = where.startswith("gated")
+    if gated:
+        room = torch.empty(5, 8) if where == "gated out" else None
+        got = linear(x, weight, own_bias, norm=norm, gated=True, out=room)
         want = silu_mul_ref(want)
+        assert room is None or got is room
     elif where == "residual":
         want = other + want
         got = linear(x, weight, own_bias, norm=norm, residual=other)
@@ -44,7 +47,7 @@ def test_what_stands_around_a_product(seed: int, where: str, has_bias: bool) -> 
     else:
         got = linear(x, weight, own_bias, norm=norm)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    plain = linear(x, weight, own_bias, gated=where == "gated")
+    plain = linear(x, weight, own_bias, gated=gated)
     assert not torch.allclose(plain, got), "a norm that is left out is seen"
 
 

@@ -32,6 +32,7 @@ class Arriving:
     """A piece that comes when it is taken."""
 
     rows: slice
+    is_last: bool
     come: Callable[[], None]
     takes: int = 0
 
@@ -76,7 +77,9 @@ class Peers:
             come(slice(None))
             return Summed(None if norm is None else normed)
         runs = slice(0, FIRST), slice(FIRST, ROWS)
-        self.pieces = [Arriving(rows, lambda rows=rows: come(rows)) for rows in runs]
+        self.pieces = [
+            Arriving(rows, rows.stop == ROWS, lambda rows=rows: come(rows)) for rows in runs
+        ]
         return Summed(normed, self.pieces)  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import tidemill
 
-_PACKAGES = ("torch", "triton", "transformers", "flash-attn-4")
+_PACKAGES = ("torch", "triton", "transformers", "flash-attn-4", "quack-kernels")
 
 
 def context(name: str) -> dict[str, Any]:

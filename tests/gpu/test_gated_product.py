@@ -1,0 +1,67 @@
+"""QuACK's gated product on a GPU: right, whichever its tile, in graphs too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine_service.kernels import gated_product as gated
+from engine_service.kernels.gated_product import gated_product
+from engine_service.kernels.linear import linear
+
+pytestmark = pytest.mark.gpu
+
+SIZES = [(128, 24576, 4096), (333, 25600, 512), (512, 12800, 5120), (4097, 12288, 1024)]
+
+
+@pytest.fixture
+def quack() -> gated._Quack:
+    found = gated._open(torch.device("cuda", torch.cuda.current_device()))
+    if found is None:
+        pytest.skip("QuACK is not installed, or this is no Hopper")
+    return found
+
+
+def drawn(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    torch.manual_seed(rows)
+    x, weight = (torch.randn(size, inputs, device="cuda").to(dtype) for size in (rows, outputs))
+    return [x, weight * inputs**-0.5]
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    gate, up = (x.float() @ weight.float().t()).chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), SIZES)
+def test_every_tile_is_right(
+    quack: gated._Quack, rows: int, outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
+    x, weight = drawn(rows, outputs, inputs, dtype)
+    want = exact(x, weight)
+    for tile in (*gated._FEW, *gated._MANY):
+        out = torch.full((rows, outputs // 2), torch.nan, device="cuda", dtype=dtype)
+        assert quack.multiply(tile, x, weight, out), tile
+        error = (out.float() - want).abs().max() / want.abs().max()
+        assert error < torch.finfo(dtype).eps, tile
+    # Negative control: halves that change places.
+    swapped = exact(x, weight.roll(outputs // 2, 0))
+    assert (swapped - want).abs().max() / want.abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), SIZES)
+def test_it_is_taken_and_runs_in_a_graph(
+    quack: gated._Quack, rows: int, outputs: int, inputs: int
+) -> None:
+    x, weight = drawn(rows, outputs, inputs, torch.bfloat16)
+    own = gated_product(x, weight)
+    assert own is not None
+    out = torch.empty_like(own)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert linear(x, weight, gated=True, out=out) is out
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, own)

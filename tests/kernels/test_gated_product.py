@@ -1,0 +1,160 @@
+"""Which tiles a gated product takes, and what happens where its kernel is not there or fails; its
+numbers are compared on a GPU (tests/gpu/test_gated_product.py)."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine_service.kernels import gated_product as gated
+from engine_service.kernels.activation import silu_mul_ref
+from engine_service.kernels.gated_product import choose_tile, gated_product
+
+H100 = 132
+
+
+class OnHopper(torch.Tensor):
+    """A CPU tensor that says it is on a device of which this kernel is."""
+
+    is_cuda = True
+
+
+class Library:
+    """In place of QuACK: fails where it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.fails = False
+
+    def gemm_gated(self, x: torch.Tensor, weight_KN: torch.Tensor, **how: Any) -> None:
+        self.calls.append(how)
+        if self.fails:
+            raise TypeError("no such argument\nin this version")
+        y = x.as_subclass(torch.Tensor) @ weight_KN
+        how["postact_out"].copy_(silu_mul_ref(y))
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    library = Library()
+    for name, held in (
+        ("quack", {}),
+        ("quack.gemm_config", {"GemmConfig": SimpleNamespace}),
+        ("quack.gemm_interface", {"gemm_gated": library.gemm_gated}),
+    ):
+        module = ModuleType(name)
+        vars(module).update(held)
+        monkeypatch.setitem(sys.modules, name, module)
+    properties = SimpleNamespace(multi_processor_count=H100)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    gated._open.cache_clear()
+    yield library
+    gated._open.cache_clear()
+
+
+def drawn(seed: int, rows: int = 128, outputs: int = 24576) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    x, weight = torch.randn(rows, 8).bfloat16(), torch.randn(outputs, 8).bfloat16()
+    return x.as_subclass(OnHopper), weight
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "tile"),
+    [
+        (64, 24576, None),
+        (128, 24576, (128, 192)),
+        (256, 24576, (128, 192)),
+        (512, 24576, (128, 192)),
+        (2048, 24576, (256, 192)),
+        (8192, 24576, (256, 192)),
+        (128, 12800, (128, 128)),
+        (256, 12800, (128, 256)),
+        (512, 12800, (128, 160)),
+        (2048, 12800, (256, 160)),
+        (8192, 12800, (256, 192)),
+        (128, 6144, None),
+    ],
+)
+def test_the_measured_table(rows: int, outputs: int, tile: tuple[int, int] | None) -> None:
+    """docs/performance.md, "The gate inside of its product"."""
+    found = choose_tile(rows, outputs, H100)
+    assert (None if found is None else (found.rows, found.outputs)) == tile
+
+
+def test_a_tile_fills_the_device(seed: int) -> None:
+    rng = random.Random(seed)
+    chosen = 0
+    for _ in range(2000):
+        rows, outputs = rng.randrange(1, 9000), 16 * rng.randrange(8, 3000)
+        tile = choose_tile(rows, outputs, H100)
+        if tile is None:
+            continue
+        chosen += 1
+        waves = -(-(-(-outputs // tile.outputs) * -(-rows // tile.rows)) // H100)
+        assert rows * outputs / (waves * H100 * tile.rows * tile.outputs) >= 0.7
+        assert rows >= 128
+    assert 1000 < chosen < 2000
+
+
+def test_what_suits_it_is_written_where_it_is_wanted(library: Library, seed: int) -> None:
+    x, weight = drawn(seed)
+    want = silu_mul_ref(x.as_subclass(torch.Tensor) @ weight.t())
+    out = torch.empty(128, 12288, dtype=torch.bfloat16)
+    assert gated_product(x, weight, out) is out
+    assert torch.equal(out, want)
+    own = gated_product(x, weight)
+    assert own is not None
+    assert torch.equal(own.as_subclass(torch.Tensor), want)
+    one, other = library.calls
+    assert (one["config"].tile_m, one["config"].tile_n) == (128, 192)
+    assert one["config"] is other["config"], "it knows a configuration again by its identity"
+
+
+def test_what_does_not_suit_it_is_the_librarys(library: Library) -> None:
+    x, weight = drawn(0)
+    plain = x.as_subclass(torch.Tensor)
+    assert gated_product(plain, weight) is None
+    assert gated_product(x[:127], weight) is None
+    assert gated_product(x.float(), weight.float()) is None
+    assert gated_product(x, weight.half()) is None
+    assert gated_product(x.t().contiguous().t(), weight) is None
+    assert gated_product(x[:, :7].contiguous(), weight[:, :7].contiguous()) is None
+    assert gated_product(x, weight, torch.empty(128, 24576, dtype=x.dtype)[:, ::2]) is None
+    assert not library.calls
+
+
+def test_what_fails_is_told_once_and_not_tried_again(
+    library: Library, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, weight = drawn(0)
+    library.fails = True
+    with caplog.at_level(logging.WARNING, "tidemill.rank"):
+        assert gated_product(x, weight) is None
+        assert gated_product(x, weight) is None
+    assert len(library.calls) == 1
+    (record,) = caplog.records
+    assert "128 x 192 are off" in record.getMessage()
+    assert "TypeError: no such argument in this version" in record.getMessage()
+    library.fails = False
+    other, wide = drawn(0, 256, 12800)
+    assert gated_product(other, wide) is not None, "other tiles may work"
+
+
+def test_without_it_the_library_multiplies(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = drawn(0)
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", None)
+    assert gated_product(x, weight) is None
+    gated._open.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert gated_product(x, weight) is None
+    assert not library.calls
