@@ -42,7 +42,11 @@ class Shape:
     head_dim: int = 128
 
 
-SHAPES = {"qwen3-8b": Shape(36, 4096, 12288, 32, 8), "qwen3-0.6b": Shape(28, 1024, 3072, 16, 8)}
+SHAPES = {
+    "qwen3-8b": Shape(36, 4096, 12288, 32, 8),
+    "qwen3-32b": Shape(64, 5120, 25600, 64, 8),
+    "qwen3-0.6b": Shape(28, 1024, 3072, 16, 8),
+}
 VARIANTS = {
     "whole": (1, 1),
     "no attention": (1, 0),

@@ -5,8 +5,9 @@ The library writes gate and up, and a kernel behind it reads them again: at 8,19
 model 600 MB more, and energy, by which long products are timed. This kernel holds both in
 registers. It rounds once what those round three times.
 
-It compiles when a tile is first needed, some 2 s, and keeps that on disk. It knows no modules.
-Shapes: M rows, N outputs (gate, then up), K inputs.
+It compiles when a tile is first needed, some 2 s, and keeps that on disk; what fails then, or is
+wrong, is told and left to the library. It knows no modules.
+Shapes: M rows, N outputs (gate, then up), G = N / 2, K inputs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine_service.kernels.activation import silu_mul_ref
 from engine_service.kernels.jit import in_one_line
 from engine_service.kernels.waves import filled
 
@@ -30,6 +32,9 @@ _LEAST_FILLED = 0.7
 """Of the device. What leaves more of it idle the library cuts better."""
 _AS_GOOD = 0.025
 """Less of the device than the fullest: the order below says more than that."""
+
+_PROBE_INPUTS, _MOST_ERROR = 192, 0.01
+"""Of a product that tries a tile; one rounding to bfloat16 is 0.004 of a number."""
 
 
 class GatedTile(NamedTuple):
@@ -56,6 +61,7 @@ _MANY = (
     GatedTile(128, 256, False, (2, 1)),
     GatedTile(256, 160, False, (1, 2)),
 )
+TILES = (*_FEW, *_MANY)
 
 
 def gated_product(
@@ -63,12 +69,14 @@ def gated_product(
 ) -> torch.Tensor | None:
     """silu(x Wg^T) * (x Wu^T) [M, N / 2], in `out` where that is given; None where this kernel is
     not there, or not the one to take."""
-    quack = _open(x_MK.device) if x_MK.is_cuda else None
+    quack = open_quack(x_MK.device) if x_MK.is_cuda else None
     if quack is None or x_MK.dtype not in (torch.bfloat16, torch.float16):
         return None
     tile = choose_tile(len(x_MK), len(weight_NK), quack.num_sms)
+    if tile is None:
+        return None
     out_MG = x_MK.new_empty(len(x_MK), len(weight_NK) // 2) if out_MG is None else out_MG
-    if tile is None or not _fit(x_MK, weight_NK, out_MG):
+    if not _fit(x_MK, weight_NK, out_MG):
         return None
     return out_MG if quack.multiply(tile, x_MK, weight_NK, out_MG) else None
 
@@ -85,7 +93,7 @@ def choose_tile(num_rows: int, out_size: int, num_sms: int) -> GatedTile | None:
     return next((tile for tile, share in zip(tiles, shares, strict=True) if share >= least), None)
 
 
-class _Quack:
+class Quack:
     """The kernel on one device."""
 
     def __init__(self, num_sms: int) -> None:
@@ -106,16 +114,46 @@ class _Quack:
                 is_dynamic_persistent=False,
                 device_capacity=_HOPPER,
             )
-            for tile in (*_FEW, *_MANY)
+            for tile in TILES
         }
+        self._works: dict[tuple[GatedTile, torch.dtype], bool] = {}
 
     def multiply(
         self, tile: GatedTile, x_MK: torch.Tensor, weight_NK: torch.Tensor, out_MG: torch.Tensor
     ) -> bool:
-        """Whether `out` is written. What fails once is not tried again."""
-        config = self._configs.get(tile)
-        if config is None:
+        """Whether `out` is written. A tile is tried before it is trusted; what fails once is not
+        tried again."""
+        kind = tile, x_MK.dtype
+        if kind not in self._works:
+            if torch.cuda.is_current_stream_capturing():
+                return False  # nothing compiles then; whoever captures has run the same before
+            self._works[kind] = self._is_right(tile, x_MK.dtype, x_MK.device)
+        if self._works[kind]:
+            self._works[kind] = self._run(tile, x_MK, weight_NK, out_MG)
+        return self._works[kind]
+
+    def _is_right(self, tile: GatedTile, dtype: torch.dtype, device: torch.device) -> bool:
+        """Of a few tiles, some of them not full."""
+        draw = torch.Generator().manual_seed(0)
+        rows, outputs = 2 * tile.rows + 24, 4 * tile.outputs + 16
+        x_MK, weight_NK = (
+            torch.randn(size, _PROBE_INPUTS, generator=draw).to(device, dtype)
+            for size in (rows, outputs)
+        )
+        weight_NK *= _PROBE_INPUTS**-0.5
+        got_MG = x_MK.new_full((rows, outputs // 2), torch.nan)
+        if not self._run(tile, x_MK, weight_NK, got_MG):
             return False
+        want_MG = silu_mul_ref(x_MK.float() @ weight_NK.float().t())
+        error = float((got_MG.float() - want_MG).abs().max() / want_MG.abs().max())
+        is_right = error <= _MOST_ERROR
+        if not is_right:
+            self._tell(tile, f"it computes wrong numbers (error {error:.3g})")
+        return is_right
+
+    def _run(
+        self, tile: GatedTile, x_MK: torch.Tensor, weight_NK: torch.Tensor, out_MG: torch.Tensor
+    ) -> bool:
         try:
             self._gemm_gated(
                 x_MK,
@@ -124,28 +162,29 @@ class _Quack:
                 postact_out=out_MG,
                 store_preact=False,
                 concat_layout=("B",),
-                config=config,
+                config=self._configs[tile],
             )
         except Exception as error:
-            del self._configs[tile]
-            _LOG.warning(
-                "QuACK's gated product failed and its tiles of %d x %d are off from now on, the"
-                " library multiplies: %s",
-                tile.rows,
-                tile.outputs,
-                in_one_line(error),
-            )
+            self._tell(tile, in_one_line(error))
             return False
         return True
 
+    def _tell(self, tile: GatedTile, fault: str) -> None:
+        _LOG.warning(
+            "QuACK's gated product is off for tiles of %d x %d, the library multiplies: %s",
+            tile.rows,
+            tile.outputs,
+            fault,
+        )
+
 
 @lru_cache(maxsize=64)
-def _open(device: torch.device) -> _Quack | None:
+def open_quack(device: torch.device) -> Quack | None:
     """None on other devices than Hopper's, and where it is not installed."""
     if torch.cuda.get_device_capability(device)[0] != _HOPPER:
         return None
     try:
-        return _Quack(torch.cuda.get_device_properties(device).multi_processor_count)
+        return Quack(torch.cuda.get_device_properties(device).multi_processor_count)
     except ImportError:
         return None
 

@@ -15,8 +15,8 @@ SIZES = [(128, 24576, 4096), (333, 25600, 512), (512, 12800, 5120), (4097, 12288
 
 
 @pytest.fixture
-def quack() -> gated._Quack:
-    found = gated._open(torch.device("cuda", torch.cuda.current_device()))
+def quack() -> gated.Quack:
+    found = gated.open_quack(torch.device("cuda", torch.cuda.current_device()))
     if found is None:
         pytest.skip("QuACK is not installed, or this is no Hopper")
     return found
@@ -36,11 +36,11 @@ def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SIZES)
 def test_every_tile_is_right(
-    quack: gated._Quack, rows: int, outputs: int, inputs: int, dtype: torch.dtype
+    quack: gated.Quack, rows: int, outputs: int, inputs: int, dtype: torch.dtype
 ) -> None:
     x, weight = drawn(rows, outputs, inputs, dtype)
     want = exact(x, weight)
-    for tile in (*gated._FEW, *gated._MANY):
+    for tile in gated.TILES:
         out = torch.full((rows, outputs // 2), torch.nan, device="cuda", dtype=dtype)
         assert quack.multiply(tile, x, weight, out), tile
         error = (out.float() - want).abs().max() / want.abs().max()
@@ -52,7 +52,7 @@ def test_every_tile_is_right(
 
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SIZES)
 def test_it_is_taken_and_runs_in_a_graph(
-    quack: gated._Quack, rows: int, outputs: int, inputs: int
+    quack: gated.Quack, rows: int, outputs: int, inputs: int
 ) -> None:
     x, weight = drawn(rows, outputs, inputs, torch.bfloat16)
     own = gated_product(x, weight)

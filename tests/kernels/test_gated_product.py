@@ -31,14 +31,14 @@ class Library:
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
-        self.fails = False
+        self.fails = self.is_wrong = False
 
     def gemm_gated(self, x: torch.Tensor, weight_KN: torch.Tensor, **how: Any) -> None:
         self.calls.append(how)
         if self.fails:
             raise TypeError("no such argument\nin this version")
         y = x.as_subclass(torch.Tensor) @ weight_KN
-        how["postact_out"].copy_(silu_mul_ref(y))
+        how["postact_out"].copy_(silu_mul_ref(y.roll(y.shape[1] // 2, 1) if self.is_wrong else y))
 
 
 @pytest.fixture
@@ -55,9 +55,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     properties = SimpleNamespace(multi_processor_count=H100)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    gated._open.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    gated.open_quack.cache_clear()
     yield library
-    gated._open.cache_clear()
+    gated.open_quack.cache_clear()
 
 
 def drawn(seed: int, rows: int = 128, outputs: int = 24576) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,9 +114,10 @@ def test_what_suits_it_is_written_where_it_is_wanted(library: Library, seed: int
     own = gated_product(x, weight)
     assert own is not None
     assert torch.equal(own.as_subclass(torch.Tensor), want)
-    one, other = library.calls
-    assert (one["config"].tile_m, one["config"].tile_n) == (128, 192)
-    assert one["config"] is other["config"], "it knows a configuration again by its identity"
+    configs = [how["config"] for how in library.calls]
+    assert (configs[0].tile_m, configs[0].tile_n) == (128, 192)
+    assert len(configs) == 3, "a tile is tried once, on a product of its own"
+    assert len(set(map(id, configs))) == 1, "it knows a configuration again by its identity"
 
 
 def test_what_does_not_suit_it_is_the_librarys(library: Library) -> None:
@@ -131,21 +133,48 @@ def test_what_does_not_suit_it_is_the_librarys(library: Library) -> None:
     assert not library.calls
 
 
-def test_what_fails_is_told_once_and_not_tried_again(
-    library: Library, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("flaw", "told"),
+    [("fails", "TypeError: no such argument in this version"), ("is_wrong", "wrong numbers")],
+)
+def test_what_fails_or_is_wrong_is_told_once_and_not_tried_again(
+    library: Library, caplog: pytest.LogCaptureFixture, flaw: str, told: str
 ) -> None:
     x, weight = drawn(0)
-    library.fails = True
+    setattr(library, flaw, True)
     with caplog.at_level(logging.WARNING, "tidemill.rank"):
         assert gated_product(x, weight) is None
         assert gated_product(x, weight) is None
     assert len(library.calls) == 1
     (record,) = caplog.records
-    assert "128 x 192 are off" in record.getMessage()
-    assert "TypeError: no such argument in this version" in record.getMessage()
+    assert "off for tiles of 128 x 192" in record.getMessage()
+    assert told in record.getMessage()
+    setattr(library, flaw, False)
+    assert gated_product(*drawn(0, 256, 12800)) is not None, "other tiles may work"
+    assert gated_product(x, weight) is None
+
+
+def test_a_tile_that_fails_later_is_the_librarys_from_then_on(library: Library) -> None:
+    x, weight = drawn(0)
+    assert gated_product(x, weight) is not None
+    library.fails = True
+    assert gated_product(x, weight) is None
     library.fails = False
-    other, wide = drawn(0, 256, 12800)
-    assert gated_product(other, wide) is not None, "other tiles may work"
+    assert gated_product(x, weight) is None
+
+
+def test_nothing_is_tried_while_a_graph_is_captured(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilers and comparisons have no place there; what was tried before is taken."""
+    x, weight = drawn(0)
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert gated_product(x, weight) is None
+        assert not library.calls
+    assert gated_product(x, weight) is not None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert gated_product(x, weight) is not None
 
 
 def test_without_it_the_library_multiplies(
@@ -154,7 +183,7 @@ def test_without_it_the_library_multiplies(
     x, weight = drawn(0)
     monkeypatch.setitem(sys.modules, "quack.gemm_interface", None)
     assert gated_product(x, weight) is None
-    gated._open.cache_clear()
+    gated.open_quack.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert gated_product(x, weight) is None
     assert not library.calls
