@@ -23,7 +23,8 @@ def silu_mul(gate_up_TI: torch.Tensor, out: torch.Tensor | None = None) -> torch
     if runs_triton(gate_up_TI):
         return silu_mul_triton(gate_up_TI, out)
     gate, up = gate_up_TI.chunk(2, dim=-1)
-    return torch.mul(functional.silu(gate), up, out=out)
+    silu = functional.silu(gate)
+    return silu.mul_(up) if out is None else torch.mul(silu, up, out=out)
 
 
 @jit
@@ -51,9 +52,13 @@ def _silu_mul_kernel(
 
 
 def silu_mul_triton(gate_up_TI: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`silu_mul` in one launch; rows may lie apart, float64 is not there."""
+    """`silu_mul` in one launch; rows may lie apart, float64 is not there. Raises ValueError for an
+    `out` of another size."""
     num_rows, width = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
-    out = gate_up_TI.new_empty(num_rows, width) if out is None else out
+    if out is None:
+        out = gate_up_TI.new_empty(num_rows, width)
+    elif out.shape != (num_rows, width) or not out.is_contiguous():
+        raise ValueError(f"no room for {num_rows} x {width} in {tuple(out.shape)}")
     # Few rows want many programs, many rows want more bytes under way in each.
     block = min(triton.next_power_of_2(width), 2048 if num_rows >= 256 else 1024)
     overlap = overlaps_launches(gate_up_TI.device)

@@ -5,8 +5,8 @@ The library writes gate and up, and a kernel behind it reads them again: at 8,19
 model 600 MB more, and energy, by which long products are timed. This kernel holds both in
 registers. It rounds once what those round three times.
 
-It compiles when a tile is first needed, some 2 s, and keeps that on disk; what fails then, or is
-wrong, is told and left to the library. It knows no modules.
+Its tiles compile when it is first asked, some 2 s each, and are kept on disk; what fails then, or
+is wrong, is told and left to the library. It knows no modules.
 Shapes: M rows, N outputs (gate, then up), G = N / 2, K inputs.
 """
 
@@ -59,7 +59,6 @@ _FEW = (
 _MANY = (
     GatedTile(256, 192, False, (2, 1)),
     GatedTile(128, 256, False, (2, 1)),
-    GatedTile(256, 160, False, (1, 2)),
 )
 TILES = (*_FEW, *_MANY)
 
@@ -97,13 +96,12 @@ class Quack:
     """The kernel on one device."""
 
     def __init__(self, num_sms: int) -> None:
-        """Raises ImportError."""
+        """Raises ImportError, and whatever versions that do not fit raise."""
         from quack.gemm_config import GemmConfig
         from quack.gemm_interface import gemm_gated
 
         self.num_sms = num_sms
         self._gemm_gated = gemm_gated
-        # It knows a configuration again by its identity.
         self._configs = {
             tile: GemmConfig(
                 tile_m=tile.rows,
@@ -116,21 +114,23 @@ class Quack:
             )
             for tile in TILES
         }
-        self._works: dict[tuple[GatedTile, torch.dtype], bool] = {}
+        self._works: dict[torch.dtype, set[GatedTile]] = {}
 
     def multiply(
         self, tile: GatedTile, x_MK: torch.Tensor, weight_NK: torch.Tensor, out_MG: torch.Tensor
     ) -> bool:
-        """Whether `out` is written. A tile is tried before it is trusted; what fails once is not
-        tried again."""
-        kind = tile, x_MK.dtype
-        if kind not in self._works:
+        """Whether `out` is written. All tiles are tried at the first product of a number format,
+        which is the engine's own at start-up: no request waits for a compiler. What fails once is
+        not tried again."""
+        dtype = x_MK.dtype
+        if dtype not in self._works:
             if torch.cuda.is_current_stream_capturing():
-                return False  # nothing compiles then; whoever captures has run the same before
-            self._works[kind] = self._is_right(tile, x_MK.dtype, x_MK.device)
-        if self._works[kind]:
-            self._works[kind] = self._run(tile, x_MK, weight_NK, out_MG)
-        return self._works[kind]
+                return False  # nothing compiles then
+            self._works[dtype] = {one for one in TILES if self._is_right(one, dtype, x_MK.device)}
+        works = self._works[dtype]
+        if tile in works and not self._run(tile, x_MK, weight_NK, out_MG):
+            works.discard(tile)
+        return tile in works
 
     def _is_right(self, tile: GatedTile, dtype: torch.dtype, device: torch.device) -> bool:
         """Of a few tiles, some of them not full."""
@@ -164,6 +164,8 @@ class Quack:
                 concat_layout=("B",),
                 config=self._configs[tile],
             )
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             self._tell(tile, in_one_line(error))
             return False
@@ -180,12 +182,15 @@ class Quack:
 
 @lru_cache(maxsize=64)
 def open_quack(device: torch.device) -> Quack | None:
-    """None on other devices than Hopper's, and where it is not installed."""
+    """None on other devices than Hopper's, where it is not installed, and, with a warning, where it
+    is but does not load."""
     if torch.cuda.get_device_capability(device)[0] != _HOPPER:
         return None
     try:
         return Quack(torch.cuda.get_device_properties(device).multi_processor_count)
-    except ImportError:
+    except Exception as error:  # its compiler is patched as it loads, and versions must fit
+        if not (isinstance(error, ImportError) and error.name == "quack"):
+            _LOG.warning("QuACK does not load, the library multiplies: %s", in_one_line(error))
         return None
 
 
@@ -193,6 +198,9 @@ def _fit(x_MK: torch.Tensor, weight_NK: torch.Tensor, out_MG: torch.Tensor) -> b
     """Whether the kernel, which loads and stores 16 bytes at a time, reads and writes them as they
     lie."""
     tensors = (x_MK, weight_NK, out_MG)
+    (rows, inputs), outputs = x_MK.shape, len(weight_NK)
+    if weight_NK.shape[1] != inputs or out_MG.shape != (rows, outputs // 2):
+        return False
     one_kind = len({(one.dtype, one.device) for one in tensors}) == 1
     in_eights = all(not one.shape[1] % 8 for one in tensors)
     return (

@@ -73,6 +73,7 @@ class Experts(nn.Module):
         def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
 
+        self.takes_pieces = False  # routing reads all rows at once
         self.mixture = mixture
         # Logits that are close decide which expert a token takes: they are computed in float32.
         self.router = parameter(num_experts, hidden_size, dtype=wide)

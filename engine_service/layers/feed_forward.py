@@ -20,6 +20,11 @@ AFTER_FEED_FORWARD = 1
 """Site of the ranks' sums; attention's is 0, so that the two take turns."""
 
 
+_LEAST_OUTPUTS = 8192
+"""Of gate and up, beside whose first rows the others of a sum are added: of 12,800 a quarter takes
+as long as three quarters of a sum. Narrower ones would wait for it, in pieces as well."""
+
+
 class FeedForward(nn.Module):
     """Gate and up in one product. Shapes: T tokens, E hidden size."""
 
@@ -55,6 +60,7 @@ class FeedForward(nn.Module):
             group=group,
             site=AFTER_FEED_FORWARD,
         )
+        self.takes_pieces = self.gate_up.out_size >= _LEAST_OUTPUTS
 
     def forward(
         self, residual_TE: torch.Tensor, ahead: Ahead, before: RMSNorm | None = None

@@ -200,9 +200,9 @@ class Layer(nn.Module):
         self, rows_TE: torch.Tensor, mixed: torch.Tensor, before: RMSNorm | None = None
     ) -> Ahead:
         """Both halves write into the residual stream in place."""
-        # Routing reads all rows at once.
-        in_pieces = isinstance(self.feed_forward, FeedForward)
-        inner = self.attention.output.add(rows_TE, mixed, self.inner_norm, in_pieces=in_pieces)
+        inner = self.attention.output.add(
+            rows_TE, mixed, self.inner_norm, in_pieces=self.feed_forward.takes_pieces
+        )
         return self.feed_forward(rows_TE, inner, before)
 
     def after_load(self) -> None:

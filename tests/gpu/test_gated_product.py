@@ -44,7 +44,7 @@ def test_every_tile_is_right(
         out = torch.full((rows, outputs // 2), torch.nan, device="cuda", dtype=dtype)
         assert quack.multiply(tile, x, weight, out), tile
         error = (out.float() - want).abs().max() / want.abs().max()
-        assert error < torch.finfo(dtype).eps, tile
+        assert error < 2 * torch.finfo(dtype).eps, tile
     # Negative control: halves that change places.
     swapped = exact(x, weight.roll(outputs // 2, 0))
     assert (swapped - want).abs().max() / want.abs().max() > 0.1

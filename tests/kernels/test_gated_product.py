@@ -15,7 +15,7 @@ import torch
 
 from engine_service.kernels import gated_product as gated
 from engine_service.kernels.activation import silu_mul_ref
-from engine_service.kernels.gated_product import choose_tile, gated_product
+from engine_service.kernels.gated_product import TILES, choose_tile, gated_product
 
 H100 = 132
 
@@ -31,12 +31,13 @@ class Library:
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
-        self.fails = self.is_wrong = False
+        self.fails: Exception | None = None
+        self.is_wrong = False
 
     def gemm_gated(self, x: torch.Tensor, weight_KN: torch.Tensor, **how: Any) -> None:
         self.calls.append(how)
         if self.fails:
-            raise TypeError("no such argument\nin this version")
+            raise self.fails
         y = x.as_subclass(torch.Tensor) @ weight_KN
         how["postact_out"].copy_(silu_mul_ref(y.roll(y.shape[1] // 2, 1) if self.is_wrong else y))
 
@@ -79,7 +80,7 @@ def drawn(seed: int, rows: int = 128, outputs: int = 24576) -> tuple[torch.Tenso
         (128, 12800, (128, 128)),
         (256, 12800, (128, 256)),
         (512, 12800, (128, 160)),
-        (2048, 12800, (256, 160)),
+        (2048, 12800, (128, 256)),
         (8192, 12800, (256, 192)),
         (128, 6144, None),
     ],
@@ -114,10 +115,12 @@ def test_what_suits_it_is_written_where_it_is_wanted(library: Library, seed: int
     own = gated_product(x, weight)
     assert own is not None
     assert torch.equal(own.as_subclass(torch.Tensor), want)
-    configs = [how["config"] for how in library.calls]
-    assert (configs[0].tile_m, configs[0].tile_n) == (128, 192)
-    assert len(configs) == 3, "a tile is tried once, on a product of its own"
-    assert len(set(map(id, configs))) == 1, "it knows a configuration again by its identity"
+    assert len(library.calls) == len(TILES) + 2, "each tile is tried once, on products of its own"
+    for how in library.calls[-2:]:
+        assert (how["config"].tile_m, how["config"].tile_n) == (128, 192)
+        assert how["activation"] == "swiglu"
+        assert how["concat_layout"] == ("B",), "gate and up lie behind each other"
+        assert how["store_preact"] is False
 
 
 def test_what_does_not_suit_it_is_the_librarys(library: Library) -> None:
@@ -130,37 +133,53 @@ def test_what_does_not_suit_it_is_the_librarys(library: Library) -> None:
     assert gated_product(x.t().contiguous().t(), weight) is None
     assert gated_product(x[:, :7].contiguous(), weight[:, :7].contiguous()) is None
     assert gated_product(x, weight, torch.empty(128, 24576, dtype=x.dtype)[:, ::2]) is None
+    assert gated_product(x, weight, torch.empty(127, 12288, dtype=x.dtype)) is None
+    assert gated_product(torch.cat([x, x], 1), weight) is None
     assert not library.calls
 
 
 @pytest.mark.parametrize(
-    ("flaw", "told"),
-    [("fails", "TypeError: no such argument in this version"), ("is_wrong", "wrong numbers")],
+    ("flaw", "how", "told"),
+    [
+        ("fails", TypeError("no such\nargument"), "TypeError: no such argument"),
+        ("is_wrong", True, "wrong numbers"),
+    ],
 )
 def test_what_fails_or_is_wrong_is_told_once_and_not_tried_again(
-    library: Library, caplog: pytest.LogCaptureFixture, flaw: str, told: str
+    library: Library, caplog: pytest.LogCaptureFixture, flaw: str, how: object, told: str
 ) -> None:
     x, weight = drawn(0)
-    setattr(library, flaw, True)
+    setattr(library, flaw, how)
     with caplog.at_level(logging.WARNING, "tidemill.rank"):
         assert gated_product(x, weight) is None
         assert gated_product(x, weight) is None
-    assert len(library.calls) == 1
-    (record,) = caplog.records
-    assert "off for tiles of 128 x 192" in record.getMessage()
-    assert told in record.getMessage()
-    setattr(library, flaw, False)
-    assert gated_product(*drawn(0, 256, 12800)) is not None, "other tiles may work"
+    assert len(library.calls) == len(caplog.records) == len(TILES)
+    assert "off for tiles of 128 x 192" in caplog.records[0].getMessage()
+    assert all(told in record.getMessage() for record in caplog.records)
+    setattr(library, flaw, None)
     assert gated_product(x, weight) is None
 
 
 def test_a_tile_that_fails_later_is_the_librarys_from_then_on(library: Library) -> None:
     x, weight = drawn(0)
     assert gated_product(x, weight) is not None
-    library.fails = True
+    library.fails = TypeError()
     assert gated_product(x, weight) is None
-    library.fails = False
+    library.fails = None
     assert gated_product(x, weight) is None
+    assert gated_product(*drawn(0, 256, 12800)) is not None, "other tiles still work"
+
+
+def test_memory_that_runs_out_is_not_its_fault(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = drawn(0)
+    assert gated_product(x, weight) is not None
+    with monkeypatch.context() as full:
+        full.setattr(library, "fails", torch.OutOfMemoryError("full"))
+        with pytest.raises(torch.OutOfMemoryError):
+            gated_product(x, weight)
+    assert gated_product(x, weight) is not None
 
 
 def test_nothing_is_tried_while_a_graph_is_captured(
@@ -178,12 +197,30 @@ def test_nothing_is_tried_while_a_graph_is_captured(
 
 
 def test_without_it_the_library_multiplies(
-    library: Library, monkeypatch: pytest.MonkeyPatch
+    library: Library, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     x, weight = drawn(0)
-    monkeypatch.setitem(sys.modules, "quack.gemm_interface", None)
+    for name in ("quack", "quack.gemm_config", "quack.gemm_interface"):
+        monkeypatch.delitem(sys.modules, name)
     assert gated_product(x, weight) is None
     gated.open_quack.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert gated_product(x, weight) is None
+    assert not library.calls
+    assert not caplog.records
+
+
+def test_one_that_does_not_load_is_told_once(
+    library: Library, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def other_version(**named: object) -> None:
+        raise TypeError("unexpected keyword argument 'device_capacity'")
+
+    x, weight = drawn(0)
+    monkeypatch.setattr(sys.modules["quack.gemm_config"], "GemmConfig", other_version)
+    for _ in range(2):
+        assert gated_product(x, weight) is None
+    (record,) = caplog.records
+    assert "does not load" in record.getMessage()
+    assert "device_capacity" in record.getMessage()
     assert not library.calls

@@ -148,3 +148,11 @@ def test_what_is_read_too_early_is_not_there() -> None:
     )
     read = feed_forward(torch.zeros(ROWS, WIDTH), inner._replace(pieces=()))
     assert read.x_TE.isnan().all()
+
+
+@pytest.mark.parametrize(("inner", "takes"), [(12800, True), (8192, True), (8176, False)])
+def test_narrow_layers_wait_for_all_of_a_sum(inner: int, takes: bool) -> None:
+    """Gate and up of half of `inner` each; a quarter of a narrow product ends before the sum."""
+    scheme, one = Unquantized(), {"device": torch.device("meta"), "dtype": torch.bfloat16}
+    layer = FeedForward(WIDTH, inner // 2, bias=False, scheme=scheme, **one)
+    assert layer.takes_pieces is takes
