@@ -38,7 +38,7 @@ def measure(num_rows: int, out_size: int, in_size: int, tiles: Sequence[GatedTil
 
     def by(tile: GatedTile, at: int) -> None:
         if not quack.multiply(tile, x, weights[at], out):
-            raise RuntimeError(f"tiles of {tile.rows} x {tile.outputs} do not work here")
+            raise RuntimeError(f"tiles of {tile} do not work here")
 
     runs = [library, lambda at: silu_mul(library(at), out), *(partial(by, tile) for tile in tiles)]
     guess_us = max(2 * out_size * in_size / 4e6, 2 * num_rows * out_size * in_size / 7e8)
@@ -57,17 +57,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.exit(2, "benchmarks.gated_products needs a CUDA device\n")
     shape, num_sms = SHAPES[said.shape], torch.cuda.get_device_properties().multi_processor_count
     out_size = 2 * shape.inner // said.ranks
-    print("  rows  library  and gate     QuACK, tile       gain   by tile")
+    print("  rows  library  and gate     QuACK    gain   by tile (* chosen)")
     for num_rows in map(int, said.rows.split(",")):
         alone, both, *by_tile = measure(num_rows, out_size, shape.hidden, TILES)
-        tile = choose_tile(num_rows, out_size, num_sms)
+        chosen = choose_tile(num_rows, out_size, num_sms)
         told = " ".join(
-            f"{one.rows}x{one.outputs} {us:.1f}" for one, us in zip(TILES, by_tile, strict=True)
+            f"{_short(tile)}{'*' * (tile == chosen)} {us:.1f}"
+            for tile, us in zip(TILES, by_tile, strict=True)
         )
-        own = both if tile is None else by_tile[TILES.index(tile)]
-        name = "none" if tile is None else f"{tile.rows}x{tile.outputs}"
-        line = f"{num_rows:6d} {alone:8.1f} {both:9.1f} {own:9.1f}, {name:8s} {both / own:8.3f}"
+        own = both if chosen is None else by_tile[TILES.index(chosen)]
+        line = f"{num_rows:6d} {alone:8.1f} {both:9.1f} {own:9.1f} {both / own:7.3f}"
         print(line, told, sep="   ", flush=True)
+
+
+def _short(tile: GatedTile) -> str:
+    return f"{tile.rows}x{tile.outputs}/{tile.cluster[0]}{tile.cluster[1]}"
 
 
 if __name__ == "__main__":

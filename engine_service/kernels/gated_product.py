@@ -20,7 +20,7 @@ import torch
 
 from engine_service.kernels.activation import silu_mul_ref
 from engine_service.kernels.jit import in_one_line
-from engine_service.kernels.waves import filled
+from engine_service.kernels.waves import Block, count_waves, filled
 
 _LOG = logging.getLogger("tidemill.rank")
 
@@ -28,10 +28,8 @@ _HOPPER = 9
 _LEAST_ROWS = 128
 """Fewer are not tried: reading the weights is all, and a tile has as many rows."""
 _MANY_ROWS = 1024
-_LEAST_FILLED = 0.7
-"""Of the device. What leaves more of it idle the library cuts better."""
-_AS_GOOD = 0.025
-"""Less of the device than the fullest: the order below says more than that."""
+_START_OUTPUTS, _SHARED = 8, 1.06
+"""What a tile takes beside its outputs, in outputs, and how much longer a shared one takes."""
 
 _PROBE_INPUTS, _MOST_ERROR = 192, 0.01
 """Of a product that tries a tile; one rounding to bfloat16 is 0.004 of a number."""
@@ -48,19 +46,25 @@ class GatedTile(NamedTuple):
     cluster: tuple[int, int]
     """Tiles that load together, by rows and by outputs."""
 
+    def __str__(self) -> str:
+        return "{0} x {1} in clusters of {3[0]} x {3[1]}".format(*self)
 
-_FEW = (
+
+_BELOW = (
+    GatedTile(128, 192, True, (2, 1)),
+    GatedTile(128, 160, True, (2, 1)),
+    GatedTile(128, 128, True, (2, 1)),
+)
+"""Clusters that load the same weights."""
+_WIDE = GatedTile(128, 224, False, (2, 1))
+_BESIDE = (
     GatedTile(128, 192, True, (1, 2)),
-    GatedTile(128, 256, False, (1, 1)),
-    GatedTile(128, 160, True, (1, 1)),
-    GatedTile(128, 128, True, (1, 1)),
+    GatedTile(128, 128, True, (1, 2)),
+    GatedTile(128, 224, False, (1, 2)),
 )
-"""Up to `_MANY_ROWS`, the fastest first of those that fill the device equally well."""
-_MANY = (
-    GatedTile(256, 192, False, (2, 1)),
-    GatedTile(128, 256, False, (2, 1)),
-)
-TILES = (*_FEW, *_MANY)
+"""Clusters that load the same rows: none is half empty where the rows are those of one tile, or of
+three. Of long prompts they are a third slower: each wave reads most of the weights."""
+TILES = (*_BELOW, _WIDE, *_BESIDE)
 
 
 def gated_product(
@@ -82,14 +86,30 @@ def gated_product(
 
 @lru_cache(maxsize=4096)
 def choose_tile(num_rows: int, out_size: int, num_sms: int) -> GatedTile | None:
-    """The first that fills the device as well as any; None: the library's product and a gate take
-    no longer."""
+    """That which takes least, of those that leave little of the device idle; None: the library's
+    product and a gate take no longer. Measured on an H100 from 128 to 8,192 rows
+    (docs/performance.md)."""
     if num_rows < _LEAST_ROWS:
         return None
-    tiles = _FEW if num_rows <= _MANY_ROWS else _MANY
-    shares = [filled(tile, num_rows, out_size, num_sms) for tile in tiles]
-    least = max(_LEAST_FILLED, max(shares) - _AS_GOOD)
-    return next((tile for tile, share in zip(tiles, shares, strict=True) if share >= least), None)
+    tiles: tuple[GatedTile, ...] = _BELOW
+    if num_rows <= _MANY_ROWS:
+        tiles = _BESIDE if num_rows == _LEAST_ROWS else (*_BELOW, _WIDE, _BESIDE[0])
+    # Of one row of tiles reading the weights is most.
+    least = 0.7 if num_rows == _LEAST_ROWS else 0.8
+    judged = [(*_judge(tile, num_rows, out_size, num_sms), tile) for tile in tiles]
+    filling = [(takes, tile) for takes, share, tile in judged if share >= least]
+    return min(filling, key=lambda of: of[0])[1] if filling else None
+
+
+def _judge(tile: GatedTile, num_rows: int, out_size: int, num_sms: int) -> tuple[float, float]:
+    """What a product takes, in outputs of one multiprocessor, and which share of the device it
+    fills."""
+    by_rows, by_outputs = tile.cluster
+    cluster = Block(by_rows * tile.rows, by_outputs * tile.outputs)
+    num_clusters = num_sms // (by_rows * by_outputs)
+    waves = count_waves(cluster, num_rows, out_size, num_clusters)
+    takes = waves * (tile.outputs + _START_OUTPUTS) * (1.0 if tile.pingpong else _SHARED)
+    return takes, filled(cluster, num_rows, out_size, num_clusters)
 
 
 class Quack:
@@ -173,10 +193,7 @@ class Quack:
 
     def _tell(self, tile: GatedTile, fault: str) -> None:
         _LOG.warning(
-            "QuACK's gated product is off for tiles of %d x %d, the library multiplies: %s",
-            tile.rows,
-            tile.outputs,
-            fault,
+            "QuACK's gated product is off for tiles of %s, the library multiplies: %s", tile, fault
         )
 
 
