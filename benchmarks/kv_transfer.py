@@ -6,7 +6,8 @@ Two engines as processes of their own, random weights. A prompt is computed and 
 the decode engine forgets it and asks again, so that what is told is a transfer alone: the time to
 the first token with KV that the other engine finds in its cache, without the time with KV that is
 here already. `--narrow`: layers, key-value heads and head size of the shape, and next to nothing
-else, for machines without a GPU. Flags of both engines stand behind `--`.
+else, for machines without a GPU. Flags of both engines stand behind `--`; where they share a card,
+`--num-pages` among them, as each would take what is free of it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,12 +36,14 @@ from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc as rpc
 
 _HOST = "127.0.0.1"
-_START_S = 600.0
+_START_S = 600
 _NARROW = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 512, "num_attention_heads": 8}
 
 
 @contextmanager
-def running(folder: str, role: str, ports: list[int], *flags: str) -> Iterator[None]:
+def running(
+    folder: str, role: str, ports: list[int], *flags: str
+) -> Iterator[subprocess.Popen[bytes]]:
     """An engine with its ports for calls and for operators, until the end of the block."""
     words = ["engine", folder, "--load-format=dummy", "--dtype=bfloat16", f"--role={role}"]
     words += [f"--engine-port={ports[0]}", f"--admin-port={ports[1]}", "--metrics-port=0", *flags]
@@ -50,7 +53,7 @@ def running(folder: str, role: str, ports: list[int], *flags: str) -> Iterator[N
         stdout=subprocess.DEVNULL,
     )
     try:
-        yield
+        yield process
     finally:
         process.terminate()
         process.wait()
@@ -59,14 +62,22 @@ def running(folder: str, role: str, ports: list[int], *flags: str) -> Iterator[N
 class Engine:
     """One of the two, over gRPC."""
 
-    def __init__(self, ports: list[int], stack: ExitStack) -> None:
-        """Returns when it is ready."""
+    def __init__(
+        self, ports: list[int], process: subprocess.Popen[bytes], stack: ExitStack
+    ) -> None:
+        """Returns when it is ready; an engine that ends instead ends this."""
         self.address, admin = (f"{_HOST}:{port}" for port in ports)
         channel, operators = (
             stack.enter_context(grpc.insecure_channel(one, channel_options(64 << 20)))
             for one in (self.address, admin)
         )
-        grpc.channel_ready_future(channel).result(_START_S)
+        is_there = grpc.channel_ready_future(channel)
+        for _ in range(_START_S):
+            with suppress(grpc.FutureTimeoutError):
+                is_there.result(1.0)
+                break
+            if process.poll() is not None:
+                sys.exit(f"an engine ended with {process.returncode} as it started")
         self._engine = rpc.EngineServiceStub(channel)
         self._admin = rpc.AdminServiceStub(operators)
         for told in rpc.EngineInfoServiceStub(channel).WatchState(pb.WatchStateRequest()):
@@ -101,9 +112,13 @@ def measure(folder: str, config: dict[str, Any], connector: str, asked: Any) -> 
     with ExitStack() as stack:
         ports = free_row(4)
         pairs = ports[:2], ports[2:]
-        for role, own in zip(("prefill", "decode"), pairs, strict=True):
+        processes = [
             stack.enter_context(running(folder, role, own, *flags))
-        source, target = (Engine(own, stack) for own in pairs)
+            for role, own in zip(("prefill", "decode"), pairs, strict=True)
+        ]
+        source, target = (
+            Engine(own, process, stack) for own, process in zip(pairs, processes, strict=True)
+        )
         target.first_token_s(prompt, source.address)
         target.forget()
         alone = target.first_token_s(prompt)[0]

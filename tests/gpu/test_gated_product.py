@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # what QuACK imports warns, which would be an error
 ]
 
-SIZES = [(128, 24576, 4096), (333, 25600, 512), (512, 12800, 5120), (4097, 12288, 1024)]
+SIZES = [(128, 24576, 4096), (1000, 25600, 512), (512, 12800, 5120), (4097, 12288, 1024)]
 
 
 @pytest.fixture
