@@ -2,7 +2,7 @@
 FlashAttention 4 brings along.
 
 The library writes gate and up, and a kernel behind it reads them again: at 8,192 rows of an 8B
-model 600 MB more, and energy, by which long products are timed. This kernel holds both in
+model 800 MB more, and energy, by which long products are timed. This kernel holds both in
 registers. It rounds once what those round three times.
 
 Its tiles compile when it is first asked, some 2 s each, and are kept on disk; what fails then, or
