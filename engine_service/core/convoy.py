@@ -52,7 +52,8 @@ class Landing(NamedTuple):
     """Requests that filled a unit of pages, and how many of their positions are cached."""
 
 
-_Calendar = defaultdict[int, list[tuple[Request, int]]]
+_Calendar = defaultdict[int, dict[int, int]]
+"""By the number of a flight keys and stints, no requests: those may be gone long before."""
 
 
 class Convoy:
@@ -72,11 +73,13 @@ class Convoy:
         self._appends: dict[int, Callable[[int], None]] = {}
         self._joined: dict[int, int] = {}
         """Flights that were launched when a member joined: its stint."""
-        self._ends: _Calendar = defaultdict(list)
+        self._ends: _Calendar = defaultdict(dict)
         """Behind this flight a member reaches its length."""
-        self._lacking: _Calendar = defaultdict(list)
+        self._end_of: dict[int, int] = {}
+        """That flight by member."""
+        self._lacking: _Calendar = defaultdict(dict)
         """For this flight a member needs another page."""
-        self._full: _Calendar = defaultdict(list)
+        self._full: _Calendar = defaultdict(dict)
         """With this flight a member fills a unit of pages."""
         self._stops: Counter[int] = Counter()
         """Stop tokens of all members, and of how many."""
@@ -112,7 +115,8 @@ class Convoy:
         self._offsets[key] = position - self._launched - 1
         self._appends[key] = request.committed.append
         self._joined[key] = self._launched
-        self._ends[self._launched + num_flights].append((request, self._launched))
+        self._end_of[key] = self._launched + num_flights
+        self._ends[self._end_of[key]][key] = self._launched
         self.note_page(request)
         self.note_unit(request)
         self._stops.update(request.stop_ids)
@@ -126,6 +130,11 @@ class Convoy:
         request.num_cached = self.num_cached(request)
         joined, offset = self._joined.pop(key), self._offsets.pop(key)
         del self.members[key], self._rows[key], self._appends[key]
+        end = self._end_of.pop(key)
+        if end in self._ends:  # it may be far ahead: who ends early would stay until then
+            self._ends[end].pop(key, None)
+            if not self._ends[end]:
+                del self._ends[end]
         self._stops.subtract(request.stop_ids)
         self._stops += Counter()
         num_landed = max(0, self._landed - joined)
@@ -192,12 +201,12 @@ class Convoy:
     def _note(self, calendar: _Calendar, request: Request, position: int) -> None:
         """Due in the flight that decides `position`."""
         number = position - self._offsets[request.key]
-        calendar[number].append((request, self._joined[request.key]))
+        calendar[number][request.key] = self._joined[request.key]
 
     def _take(self, calendar: _Calendar, number: int) -> list[Request]:
         """Members for whom something is due in this flight."""
-        joined = self._joined
-        return [one for one, stint in calendar.pop(number, ()) if joined.get(one.key) == stint]
+        joined, due = self._joined, calendar.pop(number, {})
+        return [self.members[key] for key, stint in due.items() if joined.get(key) == stint]
 
     def _leave_at_stops(self, flight: _Flight, token_ids: Sequence[int]) -> None:
         for key, token in zip(flight.keys, token_ids, strict=True):

@@ -6,6 +6,7 @@ planned and settled one by one.
 
 from __future__ import annotations
 
+import gc
 import random
 import struct
 from collections import deque
@@ -20,6 +21,7 @@ from engine_service.core.convoy import Convoy
 from engine_service.core.messages import Abort, Finish, FinishReason, Submit
 from engine_service.core.pages import PageManager
 from engine_service.core.params import DecodingChoice, SamplingParams, SchedulerLimits
+from engine_service.core.request import Request
 from engine_service.core.scheduler import Scheduler
 from engine_service.core.strategy import ExecutorLimits, ModelFacts
 from engine_service.decoding.autoregressive import Autoregressive
@@ -304,3 +306,29 @@ def test_control_a_broken_convoy_is_noticed(breaking: Broken) -> None:
         return together.turns != apart.turns
 
     assert any(differs(seed) for seed in range(8))
+
+
+def test_nobody_stays_who_has_left() -> None:
+    """Not even until the step in which it would have reached its length, were that far ahead."""
+    served = Served(7, depth=1, size=ROOMY)
+    for _ in range(40):
+        served.submit()
+        for _ in range(6):
+            served.turn()
+    convoy = served.scheduler.planner.convoy
+    left = set(convoy.members)
+    assert left
+    for key in left:
+        served.scheduler.abort(Abort(key, FinishReason.ABORTED, 0))
+    for _ in range(30):
+        served.turn()
+    served.submit()
+    for _ in range(6):
+        served.turn()
+    assert convoy.members
+    assert not left & convoy.members.keys()
+    gc.collect()
+    alive = {one.key for one in gc.get_objects() if type(one) is Request}
+    assert alive >= convoy.members.keys()
+    assert not left & alive
+    assert sum(map(len, convoy._ends.values())) == len(convoy.members)

@@ -288,3 +288,38 @@ def test_who_comes_and_goes_behind_a_crowd_leaves_nothing(seed: int) -> None:
     (level,) = queue._levels.values()
     assert len(level._heap) <= 8
     assert [one.key for one in queue.in_order(-1)] == [0]
+
+
+@pytest.mark.parametrize("crowd", ["crowd", ""])
+def test_who_comes_back_has_saved_nothing_up(crowd: str) -> None:
+    """Whoever names no key has the empty one, which is a key like others."""
+    queue, number, started = FairQueue(), 0, []
+
+    def ask(tenant: str, count: int) -> None:
+        nonlocal number
+        for _ in range(count):
+            number += 1
+            one = request(
+                random.Random(number), number, tenant=tenant, priorities=0, arrival=number
+            )
+            one.committed = [0] * 100
+            queue.add(one)
+
+    def start(count: int) -> None:
+        for _ in range(count):
+            one = next(iter(queue.in_order(-1)))
+            started.append(one.fairness_key)
+            queue.start(one, len(one.committed))
+
+    ask(crowd, 20)  # it always has somebody in the queue
+    ask("now and then", 1)
+    start(4)
+    assert started.count("now and then") == 1
+    for _ in range(200):
+        ask(crowd, 1)
+        start(1)
+    ask("now and then", 100)
+    ask(crowd, 100)
+    started.clear()
+    start(60)
+    assert abs(started.count(crowd) - 30) <= 1

@@ -43,7 +43,9 @@ class _Level:
         line = self.lines.get(key)
         if line is None:
             if not self.served.knows_nobody_but(key):
-                first = self._first() or self._last
+                first = self._first()
+                if first is None:  # not "": that is everybody who names no key
+                    first = self._last
                 least = None if first is None else self.served.of(first)
                 self.served.lift(key, least, self.lines)
             line = self.lines[key] = []
