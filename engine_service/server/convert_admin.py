@@ -6,6 +6,8 @@ from engine_service.core.control import PauseMode, StartProfile
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.v1 import engine_pb2 as pb
 
+_MOST_S = 1e9
+
 
 def pause_mode(request: pb.PauseRequest) -> PauseMode:
     """Raises InvalidRequest where none is named: aborting is not to be had by omission."""
@@ -26,7 +28,10 @@ def start_profile(request: pb.StartProfileRequest) -> StartProfile:
 
 
 def drain_limit_s(request: pb.DrainRequest, default_s: float) -> float:
-    return request.timeout_ms / 1000 if request.HasField("timeout_ms") else default_s
+    """At most what frontends can be told of; nobody waits longer."""
+    if not request.HasField("timeout_ms"):
+        return default_s
+    return min(request.timeout_ms / 1000, _MOST_S)
 
 
 def flushed(num_pages: int) -> pb.FlushCacheResponse:

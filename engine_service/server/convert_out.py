@@ -29,6 +29,7 @@ from engine_service.server.outlet import (
 )
 from engine_service.server.state import Snapshot
 from tidemill.runtime.errors import ServiceError
+from tidemill.runtime.rpc import in_short
 from tidemill.telemetry.context import epoch_ns
 from tidemill.v1 import engine_pb2 as pb
 
@@ -200,15 +201,17 @@ def _finish(finish: core.Finish) -> pb.Finish:
 
 
 def _failed(handle: int, error: ServiceError) -> pb.Failed:
+    """Cut as a status is: a message too long to be sent would end the session of all others."""
+    message, param, facts = in_short(error)
     return pb.Failed(
         handle=handle,
         code=error.grpc_code,
-        message=error.message,
+        message=message,
         reason=error.reason,
-        param=error.param or "",
+        param=param,
         retriable=error.retriable,
         retry_after_ms=error.retry_after_ms or 0,
-        metadata=error.facts,
+        metadata=facts,
     )
 
 

@@ -106,6 +106,8 @@ class KvPublisher:
         try:
             self._open(endpoint, replay)
         except zmq.ZMQError as failure:
+            if self._router is not None:  # of the other context: this one would wait for it
+                self._router.close(linger=0)
             self._context.destroy(linger=0)
             raise FailedPrecondition(
                 f"cannot publish KV events at {endpoint!r} with replay {replay!r}: {failure}; "

@@ -32,6 +32,7 @@ class AdminServicer(engine_pb2_grpc.AdminServiceServicer):
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
+        self._num_pauses = 0
 
     async def FlushCache(self, request: Any, context: Any) -> Any:
         async with answering(context):
@@ -59,6 +60,7 @@ class AdminServicer(engine_pb2_grpc.AdminServiceServicer):
         async with answering(context):
             self._desk.open_facts()
             mode = convert.pause_mode(request)
+            self._num_pauses += 1
             self._desk.board.pause(True)
             await self._desk.core.asks.ask(Pause(mode))
             return convert.paused()
@@ -66,8 +68,10 @@ class AdminServicer(engine_pb2_grpc.AdminServiceServicer):
     async def Resume(self, request: Any, context: Any) -> Any:
         async with answering(context):
             self._desk.open_facts()
+            before = self._num_pauses
             await self._desk.core.asks.ask(Resume())
-            self._desk.board.pause(False)
+            if before == self._num_pauses:  # else the core is paused again behind this
+                self._desk.board.pause(False)
             return convert.resumed()
 
     async def SetTraceLevel(self, request: Any, context: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from engine_service.core.control import Resume
 from engine_service.server.launch import EngineServer
 from engine_service.server.state import EngineState
 from tests.service.engine_fixtures import Client, admin, session, stubs
@@ -125,6 +126,34 @@ async def test_wait_lets_what_runs_finish_and_holds_the_rest(tmp_path: Path) -> 
         await client.drain(2)
 
 
+async def test_a_pause_behind_a_resume_is_what_frontends_hear_of(tmp_path: Path) -> None:
+    """The answer to the resume comes when the core has heard both."""
+    async with operated(tmp_path) as (server, operator, _):
+        await operator.Pause(paused("KEEP"))
+        ask, heard, is_resumed = server.desk.core.asks.ask, asyncio.Event(), list[bool]()
+
+        async def late(asked: Any) -> Any:
+            told = await ask(asked)
+            if isinstance(asked, Resume):
+                is_resumed.append(True)
+                await heard.wait()
+            return told
+
+        server.desk.core.asks.ask = late  # type: ignore[method-assign]
+        resumed = asyncio.create_task(_resume(operator))
+        await until(lambda: is_resumed)
+        await operator.Pause(paused("KEEP"))
+        heard.set()
+        await resumed
+        assert server.desk.board.snapshot.paused
+        await operator.Resume(pb.ResumeRequest())
+        assert not server.desk.board.snapshot.paused
+
+
+async def _resume(operator: Any) -> None:
+    await operator.Resume(pb.ResumeRequest())
+
+
 async def _call(operator: Any) -> None:
     await operator.Pause(paused("WAIT"))
 
@@ -177,12 +206,15 @@ async def end_when_asked(server: EngineServer) -> None:
     await server.drain()
 
 
-async def test_a_drain_answers_when_idle_or_when_its_time_is_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit_ms", [60_000, 2**64 - 1])
+async def test_a_drain_answers_when_idle_or_when_its_time_is_up(
+    tmp_path: Path, limit_ms: int
+) -> None:
     async with operated(tmp_path) as (server, operator, client):
         await client.submit(1, 5, 6, max_tokens=40)
         await client.first_token(1)
         ending = asyncio.create_task(end_when_asked(server))
-        await operator.Drain(pb.DrainRequest(timeout_ms=60_000))
+        await operator.Drain(pb.DrainRequest(timeout_ms=limit_ms))
         assert server.desk.core.num_live == 0
         await ending
         await client.drain(1)

@@ -337,3 +337,13 @@ def test_generate_responses() -> None:
     assert not answers[0].HasField("finish")
     assert answers[1].finish.stop_token_id == 2
     assert answers[1].finish.usage.cached_tokens == 1
+
+
+def test_failures_that_repeat_what_was_sent_are_cut() -> None:
+    """A frame that is too long to be sent would end the session, and all requests in it."""
+    error = InvalidRequest("m" * 10**6, param="p" * 10**6, facts={"a": "b" * 10**6})
+    failed = notice_frame(Failure(4, error)).failed
+    assert failed.message.startswith("mmm")
+    assert failed.param.startswith("ppp")
+    assert failed.metadata["a"].startswith("bbb")
+    assert failed.ByteSize() < 4000

@@ -13,6 +13,7 @@ from engine_service.core.journal import CacheCleared
 from engine_service.server.kv_feed import KvBatch
 from engine_service.server.kv_zmq import _REPLIES_AT_ONCE, KvPublisher
 from tests.waiting import PATIENCE_S, free_port
+from tidemill.runtime.errors import FailedPrecondition
 
 BATCH = KvBatch(0, 0.0, [CacheCleared()])
 
@@ -75,3 +76,13 @@ async def test_a_replay_lets_others_run_and_batches_come_in_their_order(
     asking.close(linger=0)
     await publisher.close()
     context.term()
+
+
+async def test_a_replay_address_that_is_taken_is_told() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        replay_at = f"tcp://127.0.0.1:{port}"
+        with pytest.raises(FailedPrecondition, match="choose another address") as told:
+            KvPublisher(f"tcp://127.0.0.1:{free_port()}", replay_at, "")
+        assert told.value.reason == "PORT_IN_USE"
+        other.close(linger=0)

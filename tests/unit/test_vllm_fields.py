@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.decoders import DecodeStream
 
 from engine_service.core.params import ConstraintSpec
 from engine_service.server.vllm_engine import convert_in
@@ -134,3 +136,20 @@ def test_stop_strings_are_found_wherever_runs_end(tokenizer: Any, run: int) -> N
     assert watched(tokenizer, "nothing", "nothings", run=run) is None
     assert watched(tokenizer, "xaxaxb", "xaxb", run=run) == (6, "xaxb")
     assert watched(tokenizer, "abab", "ab", run=run, min_tokens=2) == (4, "ab"), "the second one"
+
+
+def test_bytes_that_are_no_character_end_nothing() -> None:
+    """A byte that begins a character, and no rest of it: the library reads text anew then that it
+    has told already."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"b": 256, "END": 257}
+    broken = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    broken.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    stream, ids = DecodeStream(skip_special_tokens=True), [256, 0x0A, 0xF0, 256, 256, 257]
+    with pytest.raises(Exception, match="Invalid prefix"):
+        [stream.step(broken, token) for token in ids]
+    for run in (1, 2, len(ids)):
+        watch, found = StopWatch(broken, Stops(("END",), True, 0)), None
+        for start in range(0, len(ids), run):
+            found = watch.feed(ids[start : start + run])
+        assert found is not None
+        assert found[1] == "END"

@@ -103,9 +103,9 @@ def to_status(error: ServiceError) -> status_pb2.Status:
 
     Long texts are cut, so that the status itself never fails; the message stands in it once.
     """
-    status = status_pb2.Status(code=error.grpc_code, message=_cut(error.message, _TEXT_BYTES))
-    param = _cut(error.param or "", _NAME_BYTES)
-    metadata = {**({"param": param} if param else {}), **_short_facts(error.facts)}
+    message, param, facts = in_short(error)
+    status = status_pb2.Status(code=error.grpc_code, message=message)
+    metadata = {**({"param": param} if param else {}), **facts}
     cause = error_details_pb2.ErrorInfo(reason=error.reason, domain="tidemill", metadata=metadata)
     status.details.add().Pack(cause)
     if param and error.grpc_code == 3:
@@ -171,6 +171,12 @@ async def abort(context: Any, error: ServiceError) -> None:
     status = to_status(error)
     packed = (*context.trailing_metadata(), (_DETAILS, status.SerializeToString()))
     await context.abort(_CODES[error.grpc_code], status.message, trailing_metadata=packed)
+
+
+def in_short(error: ServiceError) -> tuple[str, str, dict[str, str]]:
+    """Its message, parameter and facts, cut: they may repeat what a client sent, at any length."""
+    param = _cut(error.param or "", _NAME_BYTES)
+    return _cut(error.message, _TEXT_BYTES), param, _short_facts(error.facts)
 
 
 def _short_facts(facts: dict[str, str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from tidemill.runtime.errors import InvalidRequest, ServiceError, Unsupported
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from tokenizers.decoders import DecodeStream
 
 _FILE = "tokenizer.json"
 
@@ -55,11 +56,9 @@ class StopWatch:
     """Finds the first stop string in one output while that grows."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Stops) -> None:
-        from tokenizers.decoders import DecodeStream
-
         self._tokenizer = tokenizer
         self._stops = stops
-        self._stream = DecodeStream(skip_special_tokens=stops.skip_special_tokens)
+        self._stream = self._open()
         self._kept = max(map(len, stops.texts)) - 1
         self._tail = ""
         self._num_tokens = 0
@@ -68,7 +67,7 @@ class StopWatch:
         """(how many of these tokens there are up to the stop string's end, the string)."""
         for index, token in enumerate(token_ids):
             self._num_tokens += 1
-            piece = self._stream.step(self._tokenizer, token) or ""
+            piece = self._read(token)
             text, old = self._tail + piece, len(self._tail)
             starts = [
                 (text.find(one, max(0, old - len(one) + 1)), one) for one in self._stops.texts
@@ -78,3 +77,19 @@ class StopWatch:
                 return index + 1, min(found)[1]
             self._tail = text[-self._kept :] if self._kept else ""
         return None
+
+    def _open(self) -> DecodeStream:
+        from tokenizers.decoders import DecodeStream
+
+        return DecodeStream(skip_special_tokens=self._stops.skip_special_tokens)
+
+    def _read(self, token: int) -> str:
+        """The text that came with it. Bytes that turn out to be no character change text that the
+        library has told already, which it refuses: it begins anew then."""
+        try:
+            return self._stream.step(self._tokenizer, token) or ""
+        except Exception as failure:  # the library has no type for it
+            if "Invalid prefix" not in str(failure):
+                raise
+            self._stream = self._open()
+            return self._stream.step(self._tokenizer, token) or ""
