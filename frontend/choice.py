@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from frontend.gap import Gap
 from frontend.messages import Canvas, Delta, Finish, FinishReason, Timings, TokenLogprobs, Usage
-from frontend.reading import CallDelta, Reading
+from frontend.parsers.base import Content
+from frontend.reading import CallDelta, Part, Reading
 from frontend.request import Options
 from frontend.stopping import StopChecker
 from frontend.tokenizer import Vocabulary
@@ -29,6 +30,9 @@ _REASONS = {
     FinishReason.ERROR: "error",
     FinishReason.DEAD_END: "error",
 }
+_BEFORE = 8
+"""Tokens of a prompt that are decoded in front of what goes on in its text: enough for a
+character, which has at most 4 bytes, and what stands around it."""
 
 
 class TextLogprob(NamedTuple):
@@ -51,25 +55,36 @@ class TextDelta:
     """What is new of one choice. `token_ids` and `logprobs` may run ahead of the text, which holds
     back half characters, possible stop strings and possible markers of the output's format.
 
-    `text` is what the user reads; of chats `reasoning` and `calls` are kept apart from it.
+    `text` is what the user reads; of chats `reasoning` and `calls` are kept apart from it, and
+    `parts` says in which order they came.
     """
 
     index: int
     text: str = ""
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
+    parts: list[Part] | None = None
+    """None: there is only text."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TextLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     canvas: Canvas | None = None
 
+    def in_order(self) -> list[Part]:
+        """Text, reasoning and calls as they came: of several tokens, or of one that ends two
+        things, there may be a call's end, and text behind it."""
+        if self.parts is None:
+            return [Content(self.text)] if self.text else []
+        return self.parts
+
 
 class PromptView(NamedTuple):
     """A prompt as it was sent to the engine, and its text where it is needed (echo).
 
     `max_tokens` is the engine's limit behind it; None: the room left. `gap` is there when a suffix
-    follows, `constraint` when a grammar says what does.
+    follows, `constraint` when a grammar says what does. `goes_on`: what is generated goes on in its
+    text, as that of completions does; an answer in a chat begins a text of its own.
     """
 
     token_ids: list[int]
@@ -77,6 +92,7 @@ class PromptView(NamedTuple):
     max_tokens: int | None = None
     gap: Gap | None = None
     constraint: Constraint | None = None
+    goes_on: bool = True
 
 
 class Choice:
@@ -111,6 +127,7 @@ class Choice:
         self._detokenizer = tokenizer.detokenizer(
             skip_special_tokens=options.skip_special_tokens,
             spaces_between_special_tokens=options.spaces_between_special_tokens,
+            before=prompt.token_ids[-_BEFORE:] if prompt.goes_on else (),
         )
         self._num_chars = len(prompt.text)
         self._stops: StopChecker | None = None
@@ -228,7 +245,9 @@ class Choice:
     @staticmethod
     def _read(reading: Reading, shown: TextDelta) -> None:
         is_last = shown.finish_reason is not None
-        shown.text, shown.reasoning, shown.calls = reading.read(shown.text, is_last=is_last)
+        shown.text, shown.reasoning, shown.calls, shown.parts = reading.read(
+            shown.text, is_last=is_last
+        )
         if shown.finish_reason == "stop" and reading.has_calls:
             shown.finish_reason = "tool_calls"
 

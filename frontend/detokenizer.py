@@ -53,10 +53,12 @@ class WindowDetokenizer:
     after a complete character keeps that character (the whole-sequence decoding would not).
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
+        """`before` are tokens in front of the first one, of a text that goes on with it: without
+        them a space at its beginning would be lost."""
         self._decode = decode
-        self._ids: list[int] = []
-        self._num_emitted = 0
+        self._ids = [] if decode(before).endswith("\ufffd") else list(before)
+        self._num_emitted = len(self._ids)
 
     def feed(self, token_ids: Iterable[int]) -> str:
         return "".join([self._feed_one(i) for i in token_ids])
@@ -88,10 +90,12 @@ class UnspacedDetokenizer:
     `special` are the special tokens by id; a special token is text, so none is ever held back.
     """
 
-    def __init__(self, decoding: Detokenizer, special: Mapping[int, str]) -> None:
+    def __init__(
+        self, decoding: Detokenizer, special: Mapping[int, str], before: Sequence[int] = ()
+    ) -> None:
         self._decoding = decoding
         self._special = special
-        self._was_special = False
+        self._was_special = bool(before) and before[-1] in special
 
     def feed(self, token_ids: Iterable[int]) -> str:
         return "".join([self._feed_one(i) for i in token_ids])

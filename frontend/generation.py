@@ -192,7 +192,9 @@ class Generation:
         fitted, max_tokens, gap = fit_prompt(
             token_ids, self._suffix_ids, options, model.facts, param=param, is_default=is_default
         )
-        if options.echo and (not text or len(fitted) < len(token_ids)):
+        is_chat = isinstance(prompt, Chat)
+        is_read = options.echo or (options.logprobs is not None and not is_chat)
+        if is_read and (not text or len(fitted) < len(token_ids)):
             text = model.tokenizer.decode(
                 fitted,
                 skip_special_tokens=options.skip_special_tokens,
@@ -202,7 +204,8 @@ class Generation:
         if isinstance(prompt, Chat):
             end = model.tokenizer.decode(fitted[-_PROMPT_END:], skip_special_tokens=False)
             constraint = behind_reasoning(constraint, model.output, end)
-        view = PromptView(fitted, text, max_tokens, gap, constraint)
+        goes_on = not isinstance(prompt, Chat) or prompt.continue_final_message
+        view = PromptView(fitted, text, max_tokens, gap, constraint, goes_on)
         self.prompts.append(view)
         for _ in range(options.width):
             reading = None

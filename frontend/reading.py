@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from frontend.parsers.base import Arguments, CallBegun, Content, OutputParser, ToolSpec
+from frontend.parsers.base import (
+    Arguments,
+    CallBegun,
+    Content,
+    OutputParser,
+    Reasoning,
+    ToolSpec,
+)
 from frontend.parsers.calls_or_json import CallsOrJson
 from frontend.parsers.free_input import NamedInputParser
 from frontend.parsers.registry import TOOL_PARSERS, InTurn, OutputFormat
@@ -29,12 +36,16 @@ class CallDelta(NamedTuple):
     arguments: str = ""
 
 
+Part = Content | Reasoning | CallDelta
+
+
 class Said(NamedTuple):
-    """What a piece of text says."""
+    """What a piece of text says, by kind and, in `parts`, in the order in which it was said."""
 
     content: str
     reasoning: str
     calls: list[CallDelta]
+    parts: list[Part]
 
 
 class Reading:
@@ -58,17 +69,19 @@ class Reading:
         events = self._parser.feed(text)
         if is_last:
             events += self._parser.finish()
-        said = Said(content="", reasoning="", calls=[])
+        parts: list[Part] = []
         for event in events:
-            if isinstance(event, CallBegun | Arguments):
-                if self._most_calls is None or event.call < self._most_calls:
-                    _add_call(said.calls, event)
-                    self.has_calls = True
-            elif isinstance(event, Content):
-                said = said._replace(content=said.content + event.text)
-            else:
-                said = said._replace(reasoning=said.reasoning + event.text)
-        return said
+            if not isinstance(event, CallBegun | Arguments):
+                _add_text(parts, event)
+            elif self._most_calls is None or event.call < self._most_calls:
+                _add_call(parts, event)
+                self.has_calls = True
+        return Said(
+            content="".join([part.text for part in parts if isinstance(part, Content)]),
+            reasoning="".join([part.text for part in parts if isinstance(part, Reasoning)]),
+            calls=[part for part in parts if isinstance(part, CallDelta)],
+            parts=parts,
+        )
 
 
 def behind_reasoning(
@@ -153,14 +166,24 @@ def check_place(chat: Chat, variables: frozenset[str]) -> None:
         )
 
 
-def _add_call(calls: list[CallDelta], event: CallBegun | Arguments) -> None:
-    """One entry per call, however many events tell of it."""
-    if isinstance(event, CallBegun):
-        calls.append(CallDelta(event.call, event.id, event.name))
-    elif calls and calls[-1].call == event.call:
-        calls[-1] = calls[-1]._replace(arguments=calls[-1].arguments + event.text)
+def _add_text(parts: list[Part], event: Content | Reasoning) -> None:
+    """Behind text of its kind, if that came last."""
+    last = parts[-1] if parts else None
+    if isinstance(last, Content | Reasoning) and type(last) is type(event):
+        parts[-1] = last._replace(text=last.text + event.text)
     else:
-        calls.append(CallDelta(event.call, arguments=event.text))
+        parts.append(event)
+
+
+def _add_call(parts: list[Part], event: CallBegun | Arguments) -> None:
+    """One entry per call, however many events tell of it."""
+    last = parts[-1] if parts else None
+    if isinstance(event, CallBegun):
+        parts.append(CallDelta(event.call, event.id, event.name))
+    elif isinstance(last, CallDelta) and last.call == event.call:
+        parts[-1] = last._replace(arguments=last.arguments + event.text)
+    else:
+        parts.append(CallDelta(event.call, arguments=event.text))
 
 
 def _specs(chat: Chat) -> list[ToolSpec]:

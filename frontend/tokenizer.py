@@ -34,7 +34,11 @@ class Vocabulary(Protocol):
     """What reading tokens takes: as a running text, and one by one."""
 
     def detokenizer(
-        self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
+        self,
+        *,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = True,
+        before: Sequence[int] = (),
     ) -> Detokenizer: ...
 
     def piece(self, token_id: int) -> Piece: ...
@@ -148,9 +152,13 @@ class TextTokenizer:
         return unspaced.feed(token_ids) + unspaced.flush()
 
     def detokenizer(
-        self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
+        self,
+        *,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = True,
+        before: Sequence[int] = (),
     ) -> Detokenizer:
-        """A fresh incremental decoder for one choice.
+        """A fresh incremental decoder for one choice, whose text goes on behind that of `before`.
 
         Byte-level vocabularies never put spaces between tokens.
         """
@@ -158,8 +166,8 @@ class TextTokenizer:
             return ByteDetokenizer(self._visible if skip_special_tokens else self._pieces)
         decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
         if skip_special_tokens or spaces_between_special_tokens:
-            return WindowDetokenizer(decode)
-        return UnspacedDetokenizer(WindowDetokenizer(decode), self._special)
+            return WindowDetokenizer(decode, before)
+        return UnspacedDetokenizer(WindowDetokenizer(decode, before), self._special, before)
 
     def piece(self, token_id: int) -> Piece:
         """One token on its own, for logprobs."""

@@ -15,6 +15,7 @@ from frontend.roles import as_known
 from frontend.template import ChatTemplate, load_template
 from frontend.tokenizer import TextTokenizer
 from tidemill.nesting import MAX_DEPTH, is_too_deep
+from tidemill.prompts import TextPrompt
 from tidemill.runtime.errors import InvalidRequest
 
 
@@ -26,9 +27,8 @@ def as_prompts(
     continue_final_message: bool | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
-) -> list[dict[str, Any]]:
-    """Prompts of one conversation or of several, rendered by the model's template: {"prompt",
-    "prompt_token_ids"}.
+) -> list[TextPrompt]:
+    """Prompts of one conversation or of several, rendered by the model's template.
 
     Raises InvalidRequest or Unsupported, naming the field as a server does.
     """
@@ -42,7 +42,8 @@ def as_prompts(
     chats = [_read_chat(one, template, told) for one in _as_chats(messages)]
     texts = [template.render(chat) for chat in chats]
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    return [{"prompt": t, "prompt_token_ids": i} for t, i in zip(texts, ids, strict=True)]
+    pairs = zip(texts, ids, strict=True)
+    return [TextPrompt(*pair, goes_on=bool(continue_final_message)) for pair in pairs]
 
 
 def _as_chats(messages: Any) -> list[Any]:

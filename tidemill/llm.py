@@ -10,14 +10,12 @@ import itertools
 import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self, cast
 
 from engine_service.composition import compose
 from engine_service.core.loop import CoreLoop
 from engine_service.core.messages import Abort, Finish, FinishReason
 from frontend.choosable import as_asked
-from frontend.tokenizer import TextTokenizer
 from tidemill.beams import BeamCalls
 from tidemill.chats import as_prompts
 from tidemill.interrupts import unbroken
@@ -34,8 +32,15 @@ from tidemill.offline import (
 from tidemill.outputs import RequestOutput
 from tidemill.pooled import PooledCalls, PoolPrompt
 from tidemill.progress import progress
-from tidemill.prompts import Prompt, PromptReader, as_list, one_per_prompt, with_suffixes
-from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, ServiceError
+from tidemill.prompts import (
+    Prompt,
+    PromptReader,
+    as_list,
+    one_per_prompt,
+    open_tokenizer,
+    with_suffixes,
+)
+from tidemill.runtime.errors import InvalidRequest, ServiceError
 from tidemill.sampling_params import SamplingParams
 from tidemill.structured import constraint_of
 from tidemill.turns import in_turn
@@ -73,15 +78,12 @@ class LLM(BeamCalls, PooledCalls):
             executor=self.engine.executor,
             heartbeat_s=math.inf,
         )
-        self._tokenizer: TextTokenizer | None = None
-        if not skip_tokenizer_init:
-            if not self.facts.tokenizer_dir:
-                raise FailedPrecondition(
-                    f"{model} has no tokenizer files; put them beside config.json, name a folder "
-                    "with tokenizer=..., or pass skip_tokenizer_init=True and prompts as token ids",
-                    reason="TOKENIZER_MISSING",
-                )
-            self._tokenizer = TextTokenizer(Path(self.facts.tokenizer_dir))
+        try:
+            self._tokenizer = None if skip_tokenizer_init else open_tokenizer(model, self.facts)
+        except BaseException:
+            self.close()
+            vars(self).clear()  # what is raised keeps this object, which would keep the model
+            raise
         self._reader = PromptReader(self._tokenizer, self.facts)
         self._ids = itertools.count()
         self._keys = itertools.count(1)

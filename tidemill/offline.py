@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from engine_service.core.messages import Command, Event, StepOutput, Submit
 from engine_service.core.messages import Finish as CoreFinish
@@ -32,9 +33,7 @@ _CALM = (50_000, 20, 20)
 class NoText:
     """The vocabulary of an LLM without a tokenizer: every token reads as nothing."""
 
-    def detokenizer(
-        self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
-    ) -> NoText:
+    def detokenizer(self, **_: Any) -> NoText:
         return self
 
     def piece(self, token_id: int) -> Piece:
@@ -167,7 +166,9 @@ class Pending:
         self.prompt = prompt
         self.params = params
         self.bad_words = read_bad_words(params, vocabulary)
-        view = PromptView(prompt.token_ids, prompt.text or "", gap=prompt.gap)
+        view = PromptView(
+            prompt.token_ids, prompt.text or "", gap=prompt.gap, goes_on=prompt.goes_on
+        )
         options = _options(params)
         choices = (Choice(index, view, vocabulary, options) for index in range(params.n))
         self.lines = [

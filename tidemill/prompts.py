@@ -7,6 +7,7 @@ and served requests are read the same. It does not know the engine's loop.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from engine_service.core.checks import check_whole
@@ -17,22 +18,36 @@ from frontend.messages import EngineFacts
 from frontend.request import Options, Sampling, TextRequest
 from frontend.tokenizer import TextTokenizer, Vocabulary
 from frontend.validation import check_truncation, truncated
-from tidemill.runtime.errors import InvalidRequest
+from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 from tidemill.sampling_params import SamplingParams
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+
+class TextPrompt(NamedTuple):
+    """A prompt as the engine gets it; `gap` is there when a suffix follows. `goes_on`: what is
+    generated goes on in its text."""
+
+    text: str | None
+    token_ids: list[int]
+    gap: Gap | None = None
+    goes_on: bool = True
+
+
+Prompt = str | Sequence[int] | Mapping[str, Any] | TextPrompt
 """Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}; a "suffix" beside either is a
 text that stands behind what is generated, as in `LLM.infill`."""
 
 _KEYS = ("prompt", "prompt_token_ids", "suffix")
 
 
-class TextPrompt(NamedTuple):
-    """A prompt as the engine gets it; `gap` is there when a suffix follows."""
-
-    text: str | None
-    token_ids: list[int]
-    gap: Gap | None = None
+def open_tokenizer(model: str, facts: CoreFacts) -> TextTokenizer:
+    """The model's; raises FailedPrecondition where there is none, or none that can be used."""
+    if not facts.tokenizer_dir:
+        raise FailedPrecondition(
+            f"{model} has no tokenizer files; put them beside config.json, name a folder "
+            "with tokenizer=..., or pass skip_tokenizer_init=True and prompts as token ids",
+            reason="TOKENIZER_MISSING",
+        )
+    return TextTokenizer(Path(facts.tokenizer_dir))
 
 
 class PromptReader:
@@ -66,6 +81,8 @@ class PromptReader:
 
     def _read(self, prompt: Prompt) -> tuple[TextPrompt, Any]:
         """The prompt, and the suffix that stands beside it."""
+        if isinstance(prompt, TextPrompt):
+            return prompt, None
         if isinstance(prompt, str):
             ids = self.need_tokenizer().encode(prompt, add_special_tokens=True)
             return TextPrompt(prompt, ids), None
@@ -98,7 +115,9 @@ class PromptReader:
         )
         check_truncation(options)
         kept = truncated(read.token_ids, options, self._facts.max_model_len)
-        return read if len(kept) == len(read.token_ids) else TextPrompt(None, kept)
+        return (
+            read if len(kept) == len(read.token_ids) else read._replace(text=None, token_ids=kept)
+        )
 
     def _open_gap(self, prompt: TextPrompt, suffix: Any, params: SamplingParams) -> Gap:
         if not isinstance(suffix, str):

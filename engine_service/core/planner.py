@@ -48,7 +48,7 @@ class Planner:
         """A row found no page: nothing is launched until preemption is possible again."""
         self.paused: PauseMode | None = None
         self.num_servable = limits.max_rows
-        """Rows that requests can hold at once: all, or as many as the last plan had pages for."""
+        """Rows that requests can hold at once: all, or as many as there were last pages for."""
         self._foresees = False
         """Enough rows decide for the plan that is being made to assume what they decide."""
 
@@ -104,7 +104,8 @@ class Planner:
         draft = StepDraft(self._limits, self._cohorts.share(self._running, self.waiting))
         if self.paused is PauseMode.KEEP or (beside_step and self._waits_for_pages):
             return draft
-        self._waits_for_pages, self.num_servable = False, self._limits.max_rows
+        self._waits_for_pages = False
+        self.num_servable = self.num_servable if self.waiting else self._limits.max_rows
         aged_before = now - self._age_bound_ns
         if self._plan_running(draft, aged_before, beside_step) and self._free_rows:
             self._plan_waiting(draft, aged_before, now)
@@ -234,6 +235,7 @@ class Planner:
         """Back to the queue; everything that was cached is computed again."""
         self._leave_row(request)
         request.restart(self._now)
+        self.num_servable = len(self._running)
         self.counting.num_preemptions += 1
         self.waiting.add(request)
 
@@ -257,14 +259,12 @@ class Planner:
         """
         pages, table, tokens = self._pages, request.table, request.committed
         limit = request.strategy.max_cached(len(tokens))
-        scores_prompt = request.sampling.prompt_logprobs is not None
-        match = pages.match(table, tokens, 0 if scores_prompt else limit)
+        match = pages.match(table, tokens, limit if request.sampling.prompt_logprobs is None else 0)
         request.waits_for = match.waits_for
         if match.waits_for is not None:
             return True
         request.num_cached = pages.adopt(table, match)
-        room = request.strategy.room(request.view())
-        missing = pages.pages_for(room) - len(match.pages)
+        missing = pages.pages_for(request.strategy.room(request.view())) - len(match.pages)
         request.row = self._free_rows[-1]
         fits = missing <= pages.num_free
         self.num_servable = self._limits.max_rows if fits else len(self._running)

@@ -11,6 +11,7 @@ import orjson
 
 from frontend.api.sse import named_event
 from frontend.choice import TextDelta
+from frontend.parsers.base import Content
 from frontend.reading import CallDelta
 
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
@@ -32,12 +33,13 @@ class Blocks:
     def feed(self, delta: TextDelta) -> bytes:
         """Adds what is new; returns the events that tell it."""
         events = b""
-        if delta.reasoning and self._tells_thinking:
-            events += self._write("thinking", delta.reasoning)
-        if delta.text:
-            events += self._write("text", delta.text)
-        for call in delta.calls:
-            events += self._call(call)
+        for part in delta.in_order():
+            if isinstance(part, CallDelta):
+                events += self._call(part)
+            elif isinstance(part, Content):
+                events += self._write("text", part.text)
+            elif self._tells_thinking:
+                events += self._write("thinking", part.text)
         return events
 
     def close(self) -> bytes:

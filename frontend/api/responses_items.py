@@ -12,7 +12,7 @@ import orjson
 
 from frontend.api.openai_response import chat_logprobs
 from frontend.choice import TextDelta
-from frontend.parsers.base import Content, Event
+from frontend.parsers.base import Content, Event, Reasoning
 from frontend.parsers.free_input import INPUT, FreeInputParser
 from frontend.reading import CallDelta
 
@@ -53,16 +53,14 @@ class Items:
         logprobs."""
         self._unplaced += chat_logprobs(delta.logprobs)["content"]
         events = b""
-        if delta.reasoning:
+        for part in delta.in_order():
+            if isinstance(part, Content):
+                events += self._say(part.text, emit)
+                continue
             self._unplaced = []
-            events += self._open({"type": "reasoning", "summary": [], "content": []}, emit)
-            self._parts.append(delta.reasoning)
-            events += self._told(emit, "response.reasoning_text.delta", delta=delta.reasoning)
-        if delta.text:
-            events += self._say(delta.text, emit)
-        for call in delta.calls:
-            self._unplaced = []
-            events += self._call(call, emit)
+            events += (
+                self._think(part, emit) if isinstance(part, Reasoning) else self._call(part, emit)
+            )
         return events
 
     def close(self, status: str, emit: Emit) -> bytes:
@@ -98,6 +96,11 @@ class Items:
             return opened
         told = self._told(emit, "response.output_text.delta", delta=text, logprobs=logprobs)
         return opened + told
+
+    def _think(self, reasoning: Reasoning, emit: Emit) -> bytes:
+        opened = self._open({"type": "reasoning", "summary": [], "content": []}, emit)
+        self._parts.append(reasoning.text)
+        return opened + self._told(emit, "response.reasoning_text.delta", delta=reasoning.text)
 
     def _call(self, call: CallDelta, emit: Emit) -> bytes:
         events = b""

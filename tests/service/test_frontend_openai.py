@@ -221,6 +221,21 @@ async def test_streams_carry_prompt_logprobs_once(tmp_path: Path) -> None:
             assert "prompt_logprobs" not in json.dumps(await events_of(client, path, body))
 
 
+@pytest.mark.parametrize(
+    "prompt", [{"prompt": "abc"}, {"prompt": [97, 98, 99]}, {"prompt": "xabc", "truncate": 3}]
+)
+async def test_offsets_count_from_the_start_of_the_prompt(
+    tmp_path: Path, prompt: dict[str, Any]
+) -> None:
+    body = {"prompt": prompt["prompt"], "max_tokens": 3, "logprobs": 0}
+    if "truncate" in prompt:
+        body["truncate_prompt_tokens"] = prompt["truncate"]
+    async with stack(tmp_path) as served, served.http() as client:
+        (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]
+    assert choice["text"] == "abc"
+    assert choice["logprobs"]["text_offset"] == [3, 4, 5]
+
+
 @pytest.mark.parametrize("streams", [False, True])
 async def test_half_characters_have_names_and_offsets(tmp_path: Path, streams: bool) -> None:
     body = {"prompt": "R: é", "max_tokens": 6, "logprobs": 1, "echo": True}

@@ -64,7 +64,8 @@ def said(form: OutputFormat, chat: Chat, constraint: Constraint, text: str, prom
     pieces = [reading.read(text[i : i + 3], is_last=False) for i in range(0, len(text), 3)]
     pieces.append(reading.read("", is_last=True))
     calls = [call for piece in pieces for call in piece.calls]
-    return Said("".join(p.content for p in pieces), "".join(p.reasoning for p in pieces), calls)
+    texts = ("".join(p.content for p in pieces), "".join(p.reasoning for p in pieces))
+    return Said(*texts, calls, parts=[])
 
 
 def called(spoken: Said) -> list[tuple[str, Any]]:
@@ -86,7 +87,7 @@ def test_calls_or_json(grammars: LlGrammars, name: str, reasoning: str) -> None:
         thought = "Hm {}" if ahead else ""
         for text in FITS:
             assert accepts(grammars, spec, ahead + text), text
-            assert said(form, chat, constraint, ahead + text, "") == (text, thought, [])
+            assert said(form, chat, constraint, ahead + text, "") == (text, thought, [], [])
         for calls in RIGHT:
             text = ahead + write(calls)
             assert accepts(grammars, spec, text), text
@@ -103,7 +104,7 @@ def test_json_that_quotes_a_call_is_none() -> None:
     """Which the format's own parser would believe."""
     form, chat = output_format("hermes", "none", None), chat_of()
     text = '{"said": "<tool_call>{\\"name\\": \\"now\\"}</tool_call>"}'.replace('\\"', '"')
-    assert said(form, chat, constraint_of(form, chat), text, "") == (text, "", [])
+    assert said(form, chat, constraint_of(form, chat), text, "") == (text, "", [], [])
     parser = form.parser((), "") or TOOL_PARSERS["hermes"]()
     assert parse_whole(parser, text).calls, "control"
 

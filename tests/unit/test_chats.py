@@ -87,8 +87,9 @@ async def test_prompts_are_those_of_a_server(tmp_path: Path, tokenizer: TextToke
             answer = await client.post("/tokenize", json=body_of(messages, told))
             assert answer.status_code == 200, (name, answer.text)
             (offline,) = as_prompts(messages, tokenizer, **told)
-            assert offline["prompt_token_ids"] == answer.json()["tokens"], name
-            seen.add(offline["prompt"])
+            assert offline.token_ids == answer.json()["tokens"], name
+            assert offline.goes_on == bool(told.get("continue_final_message")), name
+            seen.add(offline.text)
     assert len(seen) == len(GOOD), "the template shows all there is"
 
 

@@ -230,3 +230,26 @@ def test_spaces_between_special_tokens_are_the_default(
     for spaces in (True, False):
         flags = {"skip_special_tokens": False, "spaces_between_special_tokens": spaces}
         assert tokenizer.detokenizer(**flags).feed(end) == SPECIALS[0] * 2
+
+
+@given(
+    words=st.lists(st.sampled_from(["▁sea", "▁tide", "s", "▁", "ü", "世", "🌊"]), max_size=30),
+    at=st.integers(0, 30),
+)
+def test_behind_a_prompt_text_goes_on(fallback: TextTokenizer, words: list[str], at: int) -> None:
+    """Prompt and output add up to the text of both: no space is lost where the output begins."""
+    known = {"▁sea": 256, "▁tide": 257, "s": 258, "▁": 259, "ü": 260}
+    first, then = (
+        [i for word in part for i in ([known[word]] if word in known else word.encode())]
+        for part in (words[:at], words[at:])
+    )
+    detokenizer = fallback.detokenizer(skip_special_tokens=True, before=first[-8:])
+    said = detokenizer.feed(then) + detokenizer.flush()
+    texts = [fallback.decode(ids, skip_special_tokens=True) for ids in (first, first + then)]
+    assert texts[0] + said == texts[1]
+
+
+def test_control_without_the_prompt_a_space_is_lost(fallback: TextTokenizer) -> None:
+    for before, said in (([256], " tide"), ([], "tide"), ([0xE4, 0xB8], "tide")):
+        detokenizer = fallback.detokenizer(skip_special_tokens=True, before=before)
+        assert detokenizer.feed([257]) + detokenizer.flush() == said

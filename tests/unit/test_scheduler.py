@@ -241,10 +241,12 @@ def test_the_youngest_of_the_lowest_priority_is_preempted_with_its_canvas() -> N
     desk.submit(3, 4, 12)
     requests = dict(desk.scheduler._requests)
     canvases = {}
+    assert desk.scheduler.planner.num_servable == 3, "all rows"
     while not any(request.preemptions for request in requests.values()):
         canvases = {key: request.canvas for key, request in requests.items()}
         desk.step()
     assert [requests[key].preemptions for key in (1, 2, 3)] == [0, 0, 1]
+    assert desk.scheduler.planner.num_servable == 2, "there are no pages for more"
     while not requests[2].preemptions:
         canvases[2] = requests[2].canvas
         desk.step()
