@@ -33,6 +33,7 @@ from engine_service.models.hf_config import (
     refuse_unknown,
 )
 from engine_service.schemes.unquantized import Unquantized
+from tidemill.runtime.errors import Unsupported
 
 _TANH_GELU = partial(functional.gelu, approximate="tanh")
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -280,14 +281,28 @@ class BertClassifier(Bert):
         return super().weight_slots() | self.pooler.slots(self.pooler_prefix) | head
 
 
+_OF_SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "Identity": torch.Tensor.float,
+    "Sigmoid": torch.sigmoid,
+}
+
+
 def _head_activation(
     hf_config: HFConfig, num_labels: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """What sentence-transformers wrote down, else a probability per label."""
     wishes = hf_config.get("sentence_transformers") or {}
     named = wishes.get("activation_fn") or hf_config.get("sbert_ce_default_activation_function")
-    if str(named or "").endswith(".Identity"):
-        return torch.Tensor.float
+    if named:
+        kind = str(named).rsplit(".", 1)[-1]
+        if kind not in _OF_SCORES:
+            raise Unsupported(
+                f"config.json: activation_fn {named!r} of its head is not supported by this build; "
+                f"it knows {', '.join(_OF_SCORES)}",
+                reason="TRAIT_UNSUPPORTED",
+                param="activation_fn",
+            )
+        return _OF_SCORES[kind]
     if num_labels == 1 or hf_config.get("problem_type") == "multi_label_classification":
         return torch.sigmoid
     return partial(torch.softmax, dim=-1)

@@ -19,12 +19,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "embedding_multiplier": (None, 1),
     "final_logit_softcapping": (None, 0),
     "hidden_act": (None, "silu", "swish"),
+    "is_causal": (None, True),
     "logit_scale": (None, 1),
     "logits_scaling": (None, 1),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "quantization_config": (None, {}),
     "residual_multiplier": (None, 1),
+    "use_bidirectional_attention": (None, False),
     "use_dual_chunk_attention": (None, False),
 }
 """Keys that change the arithmetic, with the values that leave it as it is."""
@@ -48,7 +50,8 @@ def decoder_traits(
 
     Raises InvalidRequest for a missing or impossible field, Unsupported for an unknown trait.
     """
-    refuse_unknown(hf_config, implements)
+    sees_behind = ("is_causal",) if overrides.get("mask_block", 1) > 1 else ()
+    refuse_unknown(hf_config, (*implements, *sees_behind))
     num_heads = positive(hf_config, "num_attention_heads")
     num_kv_heads = hf_config.get("num_key_value_heads") or num_heads
     hidden_size = positive(hf_config, "hidden_size")

@@ -55,13 +55,22 @@ def fetch_checkpoint(config: EngineConfig, report: Report) -> Checkpoint:
     return Checkpoint(
         model_id=config.model,
         folder=folder,
-        hf_config=read_config(folder),
+        hf_config=_with_activation(read_config(folder), folder),
         generation_config=read_json(folder / "generation_config.json") or {},
         added_tokens=_added_tokens(Path(tokenizer_dir)) if tokenizer_dir else {},
         tokenizer_dir=tokenizer_dir,
         weight_version=version or _digest(folder, config, manifest),
         manifest=manifest,
     )
+
+
+def _with_activation(hf_config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The config with the activation of a cross-encoder's head, which sentence-transformers writes
+    into a file of its own from 5.4 on, and wrote into config.json before."""
+    beside = read_json(folder / "config_sentence_transformers.json") or {}
+    if beside.get("model_type") != "CrossEncoder" or not beside.get("activation_fn"):
+        return hf_config
+    return {"sentence_transformers": {"activation_fn": beside["activation_fn"]}, **hf_config}
 
 
 def _resolve(config: EngineConfig, report: Report) -> tuple[Path, str]:

@@ -31,6 +31,7 @@ from engine_service.worker.layout import lay_out
 from engine_service.worker.program import StepProgram
 from engine_service.worker.tables import RowTables
 
+_CGROUP = Path("/sys/fs/cgroup")
 _WARM_UP_TOKENS = 16
 _FEW_ROWS = (1, 4, 16, 32)
 """Steps of few rows run other kernels than long ones. One that does not compile or fit this device
@@ -250,12 +251,16 @@ def free_ram() -> int:
     """Bytes that this process may still take: of the machine, or of its container if less."""
     try:
         free = _machine_ram()
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        taken = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        limit, taken = (
+            int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current")
+        )
+        told = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         # No container limit is set ("max"), or the system has no such files.
         return _machine_ram()
-    return min(free, max(0, limit - taken))
+    # Files that were read stay until somebody needs the room: a checkpoint's are gigabytes.
+    cached = int(told.get("active_file", 0)) + int(told.get("inactive_file", 0))
+    return min(free, max(0, limit - max(0, taken - cached)))
 
 
 def _machine_ram() -> int:

@@ -17,6 +17,12 @@ _MODES = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
 }
+_SPELLINGS = {
+    "cls": "pooling_mode_cls_token",
+    "mean": "pooling_mode_mean_tokens",
+    "lasttoken": "pooling_mode_lasttoken",
+}
+"""What sentence-transformers writes from 5.4 on, and what it wrote before."""
 _MODULES = ("Transformer", "Pooling", "Normalize")
 
 
@@ -34,6 +40,9 @@ def read_pool_facts(checkpoint: Checkpoint, traits: ModelTraits) -> PoolFacts:
             folder = checkpoint.folder / str(module.get("path", "1_Pooling"))
             pooling = read_json(folder / "config.json") or {}
     modes = [name for name, value in pooling.items() if name.startswith("pooling_mode_") and value]
+    written = pooling.get("pooling_mode") or []
+    listed = [written] if isinstance(written, str) else written
+    modes += [_SPELLINGS.get(str(name), f"pooling_mode {name}") for name in listed]
     unknown += [name for name in modes if name not in _MODES] or modes[1:]
     refusal = ""
     if unknown:

@@ -85,13 +85,18 @@ def test_a_second_text_has_a_segment_of_its_own(encoder):
 
 
 @pytest.mark.parametrize("labels", [1, 3])
-@pytest.mark.parametrize("identity", [False, True])
-def test_cross_encoder(tmp_path, labels, identity):
+@pytest.mark.parametrize("named", ["", "linear.Identity", "activation.Sigmoid"])
+@pytest.mark.parametrize("beside", [False, True])
+def test_cross_encoder(tmp_path, labels, named, beside):
+    """`beside`: the activation stands where sentence-transformers writes it from 5.4 on."""
     model = write(tmp_path, "BertForSequenceClassification", seed=4, num_labels=labels)
-    if identity:
+    told = {"activation_fn": f"torch.nn.modules.{named}"}
+    if named and beside:
+        told["model_type"] = "CrossEncoder"
+        (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(told))
+    elif named:
         path = tmp_path / "config.json"
-        config = json.loads(path.read_text())
-        config["sentence_transformers"] = {"activation_fn": "torch.nn.modules.linear.Identity"}
+        config = json.loads(path.read_text()) | {"sentence_transformers": told}
         path.write_text(json.dumps(config))
     engine, rng = make_engine(tmp_path, **FLAGS), random.Random(1)
     prompts = [p for p in prompts_of(rng, 9) if len(p) > 1]
@@ -105,8 +110,10 @@ def test_cross_encoder(tmp_path, labels, identity):
         types = torch.tensor([[int(i >= start) for i in range(len(prompt))]])
         with torch.no_grad():
             wanted = model(torch.tensor([prompt]), token_type_ids=types).logits[0]
-        if not identity:
-            wanted = wanted.sigmoid() if labels == 1 else wanted.softmax(-1)
+        if named.endswith("Sigmoid") or (not named and labels == 1):
+            wanted = wanted.sigmoid()
+        elif not named:
+            wanted = wanted.softmax(-1)
         np.testing.assert_allclose(outcome.vector(key), wanted.numpy(), atol=CLOSE, rtol=1e-5)
         states = states_of(model.bert, prompt)
         embedded = pool_reference(states, "mean", dimensions=7)
@@ -172,7 +179,16 @@ def test_variants_are_refused_at_load(tmp_path, change, said):
         make_engine(tmp_path, **FLAGS)
 
 
-def modules(folder, *kinds: str, **mode: bool) -> None:
+def test_an_activation_that_is_not_known_is_refused_at_load(tmp_path):
+    write(tmp_path, "BertForSequenceClassification", num_labels=1)
+    path = tmp_path / "config.json"
+    told = {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | told))
+    with pytest.raises(Unsupported, match="Tanh"):
+        make_engine(tmp_path, **FLAGS)
+
+
+def modules(folder, *kinds: str, **mode: object) -> None:
     """The files that sentence-transformers writes."""
     listed = [{"idx": i, "path": f"{i}_{k}", "type": f"st.models.{k}"} for i, k in enumerate(kinds)]
     (folder / "modules.json").write_text(json.dumps(listed))
@@ -180,9 +196,13 @@ def modules(folder, *kinds: str, **mode: bool) -> None:
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(mode))
 
 
-def test_the_checkpoint_says_how_to_pool(tmp_path):
+@pytest.mark.parametrize(
+    "mode", [{"pooling_mode_cls_token": True}, {"pooling_mode": "cls"}, {"pooling_mode": ["cls"]}]
+)
+def test_the_checkpoint_says_how_to_pool(tmp_path, mode):
+    """As sentence-transformers wrote it before 5.4, and as it writes it since."""
     model = write(tmp_path, "BertModel", seed=3)
-    modules(tmp_path, "Transformer", "Pooling", "Normalize", pooling_mode_cls_token=True)
+    modules(tmp_path, "Transformer", "Pooling", "Normalize", **mode)
     engine, prompt = make_engine(tmp_path, **FLAGS), list(range(9))
     submit(engine, 1, prompt, PoolChoice())
     wanted = pool_reference(states_of(model, prompt), "cls")
@@ -192,11 +212,13 @@ def test_the_checkpoint_says_how_to_pool(tmp_path):
 @pytest.mark.parametrize(
     ("kinds", "mode", "said"),
     [(("Transformer", "Pooling", "Dense"), "pooling_mode_mean_tokens", "Dense"),
-     (("Transformer", "Pooling"), "pooling_mode_max_tokens", "pooling_mode_max_tokens")],
+     (("Transformer", "Pooling"), "pooling_mode_max_tokens", "pooling_mode_max_tokens"),
+     (("Transformer", "Pooling"), {"pooling_mode": "max"}, "pooling_mode max"),
+     (("Transformer", "Pooling"), {"pooling_mode": ["mean", "cls"]}, "pooling_mode_cls_token")],
 )  # fmt: skip
 def test_what_is_not_computed_is_refused(tmp_path, kinds, mode, said):
     write(tmp_path, "BertModel")
-    modules(tmp_path, *kinds, **{mode: True})
+    modules(tmp_path, *kinds, **(mode if isinstance(mode, dict) else {mode: True}))
     engine = make_engine(tmp_path, **FLAGS)
     with pytest.raises(Unsupported, match=said):
         submit(engine, 1, [1], PoolChoice())

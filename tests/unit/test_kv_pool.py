@@ -96,5 +96,21 @@ def test_cpu_room_is_the_bound_or_free_ram(monkeypatch, ram, expected):
     assert "5000" in got.advice(5000)
 
 
+def test_files_that_were_read_are_free_ram_of_a_container(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "_machine_ram", lambda: 10_000)
+    assert memory.free_ram() == 10_000, "there is no container"
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("4900\n")
+    (tmp_path / "memory.stat").write_text(
+        "anon 2000\ninactive_file 700\nactive_file 1300\nslab 1\n"
+    )
+    assert memory.free_ram() == 5000 - (4900 - 2000)
+    (tmp_path / "memory.current").write_text("9000\n")
+    assert memory.free_ram() == 0
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.free_ram() == 10_000
+
+
 def test_free_ram_is_plausible():
     assert 0 < memory.free_ram() < 1 << 50

@@ -144,6 +144,8 @@ def test_heads_default_as_the_architecture_says() -> None:
     [
         {"quantization_config": {"quant_method": "gptq"}},
         {"attn_logit_softcapping": 50.0},
+        {"is_causal": False},
+        {"use_bidirectional_attention": True},
         {"final_logit_softcapping": 30.0},
         {"hidden_act": "gelu"},
         {"partial_rotary_factor": 0.5},
