@@ -18,6 +18,8 @@ _LOG = logging.getLogger("tidemill.frontend.fleet")
 _LABEL = "kubernetes.io/service-name"
 _WATCH_S = 240
 """How long one watch lasts before it is resumed; servers end them at five minutes by themselves."""
+_ANSWER_S = 30
+"""Until an answer is there, and behind a watch's end: a server that is gone ends nothing itself."""
 _PAUSE_S = 2.0
 _GONE = 410
 
@@ -86,7 +88,10 @@ class KubernetesDiscovery:
 
     async def _list(self, api: Any) -> None:
         answer = await api.list_namespaced_endpoint_slice(
-            self._namespace, label_selector=self._selector, _preload_content=False
+            self._namespace,
+            label_selector=self._selector,
+            _preload_content=False,
+            _request_timeout=_ANSWER_S,
         )
         async with answer:
             if answer.status != 200:
@@ -104,6 +109,7 @@ class KubernetesDiscovery:
             resource_version=self._version,
             allow_watch_bookmarks=True,
             timeout_seconds=_WATCH_S,
+            _request_timeout=_WATCH_S + _ANSWER_S,
         )
         async for event in events:
             found = event["raw_object"]

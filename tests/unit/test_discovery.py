@@ -229,3 +229,19 @@ async def test_without_a_cluster_it_says_what_to_do(
     monkeypatch.setattr(KUBECONFIG, str(tmp_path / "none"))
     with pytest.raises(FailedPrecondition, match="KUBECONFIG"):
         await newest(discovery_of("k8s:///prod/engines:grpc").watch())
+
+
+async def test_an_api_server_that_is_gone_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that ends neither its watch nor the connection, as when its host has died."""
+    for name, seconds in {"_PAUSE_S": 0.01, "_WATCH_S": 0, "_ANSWER_S": 0.5}.items():
+        monkeypatch.setattr(f"frontend.fleet.discovery_k8s.{name}", seconds)
+    async with api_server(tmp_path, monkeypatch) as api:
+        source = discovery_of("k8s:///prod/engines:grpc")
+        found = source.watch()
+        assert await newest(found) == set()
+        api.slices["a"] = slice_of("a", endpoint("10.0.0.1", ready=True), version=2)
+        await until_found(found, "10.0.0.1:50061")
+        assert len(api.watches) >= 1
+        await found.aclose()  # type: ignore[attr-defined]

@@ -219,3 +219,21 @@ def test_printed_config_of_the_services_is_json(capsys: pytest.CaptureFixture[st
             [EngineConfig], ["demo-block", "--print-config"], prog="x", positional="model"
         )
     assert json.loads(capsys.readouterr().out)["model"] == "demo-block"
+
+
+def test_an_empty_text_is_a_value_and_nothing_is_none(tmp_path: Path, capsys: Any) -> None:
+    assert options.flag_of("name") == "--name"
+    assert parse(options.flag_of("name", "")).name == ""
+    file = tmp_path / "boat.yaml"
+    file.write_text('name: ""\n')
+    assert parse("--config", str(file)).name == ""
+    with pytest.raises(SystemExit):
+        parse("--name", "", "--print-config")
+    file.write_text(capsys.readouterr().out)
+    assert parse("--config", str(file)).name == ""
+    file.write_text("name:\n")
+    with pytest.raises(SystemExit):
+        parse("--config", str(file))
+    assert "name has no value" in capsys.readouterr().err
+    file.write_text("draught:\n")
+    assert parse("--config", str(file)).draught is None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from tidemill.commands import run_batch
 from tidemill.commands.screen import Screen
 from tidemill.runtime import log
 
@@ -74,3 +77,26 @@ def test_other_errors_of_a_service_are_lines_at_once(capsys: pytest.CaptureFixtu
 
 def _no_space(*_: object, **__: object) -> None:
     raise OSError(28, "No space left on device")
+
+
+def test_lines_pass_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    line = '{"level": "info", "message": "[b]:smile: 2001:db8::a:5", "long": "' + 300 * "x" + '"}'
+    Screen("tidemill serve", ["engine"]).line("engine", line, {})
+    assert capsys.readouterr().err == line + "\n"
+
+
+def test_who_reads_no_more_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tidemill serve 2>&1 | head`: the services go on."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    gone = os.fdopen(writer, "w", buffering=1)
+    monkeypatch.setattr(sys, "stderr", gone)
+    with pytest.raises(BrokenPipeError):
+        print("the control", file=sys.stderr, flush=True)
+    screen, before = Screen("tidemill serve", ["engine"]), os.fstat(1)
+    for _ in range(3):
+        screen.line("engine", "a line", {})
+    run_batch.Screen("http://127.0.0.1", 3).tell_pause("HTTP 429")
+    assert os.path.samestat(before, os.fstat(1)), "the other output stays what it is"
+    with contextlib.suppress(OSError):
+        gone.close()

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -28,6 +27,7 @@ from tidemill.commands.batch_lines import (
     read_requests,
     refused_line,
 )
+from tidemill.commands.console import PlainConsole
 from tidemill.runtime import options
 from tidemill.runtime.errors import InvalidRequest
 
@@ -105,7 +105,7 @@ class Screen:
     def __init__(self, url: str, total: int) -> None:
         self._url = url
         self._told: set[str] = set()
-        self._console = Console(stderr=True, highlight=False)
+        self._console = PlainConsole()
         hidden = not self._console.is_terminal
         self.bar = Progress(*_COLUMNS, console=self._console, transient=True, disable=hidden)
         self._task = self.bar.add_task("answered", total=total)
@@ -114,8 +114,7 @@ class Screen:
         """A request is going to be asked again."""
         if reason not in self._told:
             self._told.add(reason)
-            line = f"{self._url}: {reason}; trying again"
-            self._console.print(line, markup=False, soft_wrap=True)
+            self._console.show(f"{self._url}: {reason}; trying again")
 
     def show(self, num_done: int) -> None:
         """Moves the bar."""

@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from frontend.config import FrontendConfig
 from frontend.model_names import read_names
+from tidemill.commands.console import PlainConsole
 from tidemill.commands.engine_state import Serving
 from tidemill.runtime import log
 
@@ -57,7 +57,7 @@ class Screen:
 
     def __init__(self, prog: str, engines: Sequence[str]) -> None:
         self._prog = prog
-        self._console = Console(stderr=True, highlight=False)
+        self._console = PlainConsole()
         self._reasons: dict[str, str] = {}
         self._refusals: dict[str, str] = {}
         columns = (
@@ -91,7 +91,7 @@ class Screen:
 
     def _show(self, line: str) -> None:
         with _despite_full_disk():
-            self._console.print(line, markup=False, soft_wrap=True)
+            self._console.show(line)
 
     def stage(self, name: str, detail: str) -> None:
         """What an engine's start is doing."""

@@ -65,12 +65,14 @@ def _is_listed(hint: Any) -> bool:
     return any(_LISTED in getattr(one, "__metadata__", ()) for one in (hint, *get_args(hint)))
 
 
-def flag_of(name: str, value: object = "") -> str:
-    """The flag of a field; with a value, the whole argument that sets it."""
+def flag_of(name: str, value: object = MISSING) -> str:
+    """The flag of a field; with a value, an empty text too, the whole argument that sets it."""
     if isinstance(value, bool):
         return flag_of(name if value else f"no_{name}")
-    text = value if isinstance(value, str) else json.dumps(value)
-    return "--" + name.replace("_", "-") + (text and f"={text}")
+    flag = "--" + name.replace("_", "-")
+    if value is MISSING:
+        return flag
+    return f"{flag}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def parse(
@@ -213,6 +215,8 @@ def _setting_of_key(
         return name, value
     if setting.hint is bool and not isinstance(value, bool):
         raise ValueError(f"{key} is {value!r}; it is true or false")
+    if value is None and type(None) not in get_args(setting.hint):
+        raise ValueError(f"{key} has no value; leave it out, or say which")
     if isinstance(value, list):
         value = _joined(key, value, setting)
     return name, not value if is_off else value
