@@ -25,6 +25,7 @@ SPACE: dict[str, Any] = {"whitespace_pattern": r" |\r?\n[ \t]{0,24}"}
 TRIGGER = "<tool_call>"
 _OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
 """What text that ends at a tag cannot be held to."""
+_UNIONS = ("anyOf", "oneOf")
 
 
 class _Tags(NamedTuple):
@@ -166,22 +167,54 @@ def _value(tool: str, key: str, given: Any, shared: Mapping[str, Any], tags: _Ta
     """A value and what ends it, in Lark."""
     end = _literal(tags.value_end, is_loose=False)
     schema = given if isinstance(given, Mapping) else {}
-    choices = [schema["const"]] if "const" in schema else schema.get("enum")
-    types = types_of(schema)
+    choices, types = _choices(schema), types_of(schema)
     if not isinstance(choices, list | None):
         raise Unsupported(f"strict: `enum` of {key!r} of {tool!r} must be a list")
     if choices is not None:
         is_text = [isinstance(one, str) for one in choices]
-        if any(is_text) and not all(is_text):
-            raise Unsupported(f"strict: {key!r} of {tool!r} is chosen of texts and other values")
         if any(is_text):
-            return f"({' | '.join(_literal(one, is_loose=False) for one in choices)}) {end}"
+            if not all(one is None or is_one for one, is_one in zip(choices, is_text, strict=True)):
+                raise Unsupported(
+                    f"strict: {key!r} of {tool!r} is chosen of texts and other values"
+                )
+            words = ["null" if one is None else one for one in choices]
+            return f"({' | '.join(_literal(one, is_loose=False) for one in words)}) {end}"
     elif not types or "string" in types:
-        held = [word for word in _OF_STRINGS if word in schema]
+        held = _held(schema)
         if held:
             raise Unsupported(f"strict: {held[0]} of {key!r} of {tool!r} cannot be held to here")
         return f"TEXT {end}"
     return f"%json {json.dumps({'x-guidance': SPACE, **schema, **shared})} {end}"
+
+
+def _choices(schema: Mapping[str, Any]) -> Any:
+    """What a value is one of; None where it is not chosen. A union of choices, and of null, is one
+    choice, as optional ones are written."""
+    if "const" in schema:
+        return [schema["const"]]
+    if "enum" in schema or not (unions := [schema[name] for name in _UNIONS if name in schema]):
+        return schema.get("enum")
+    found: list[Any] = []
+    for one in unions[0] if len(unions) == 1 and isinstance(unions[0], list) else [None]:
+        if not isinstance(one, Mapping):
+            return None
+        choices = [None] if one.get("type") == "null" else _choices(one)
+        if not isinstance(choices, list):
+            return None
+        found += choices
+    return found
+
+
+def _held(schema: Mapping[str, Any], *, depth: int = 8) -> list[str]:
+    """Words of a schema, and of what it is a union of, that text cannot be held to."""
+    found = [word for word in _OF_STRINGS if word in schema]
+    for name in (*_UNIONS, "allOf"):
+        branches = schema.get(name)
+        for one in branches if isinstance(branches, list) and depth else ():
+            if isinstance(one, Mapping) and (not types_of(one) or "string" in types_of(one)):
+                found += [word for word in ("enum", "const") if word in one]
+                found += _held(one, depth=depth - 1)
+    return found
 
 
 def _shared(schema: Mapping[str, Any]) -> dict[str, Any]:

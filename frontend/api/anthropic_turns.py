@@ -20,8 +20,7 @@ def to_messages(turns: Sequence[Turn]) -> Messages:
     for number, turn in enumerate(turns):
         for message in _Reader(turn, f"messages[{number}].content", names).messages():
             if messages and _are_one(messages[-1], message):
-                text = f"{messages[-1]['content']}\n{message['content']}"
-                messages[-1] |= {**message, "content": text}
+                messages[-1] = _joined(messages[-1], message)
             else:
                 messages.append(message)
     if not messages:
@@ -114,5 +113,15 @@ class _Reader:
 
 
 def _are_one(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    is_plain = not {"tool_calls", "reasoning_content"} & {*before, *after}
-    return is_plain and before["role"] == after["role"] and after["role"] in ("user", "assistant")
+    return before["role"] == after["role"] and after["role"] in ("user", "assistant")
+
+
+def _joined(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Two messages as one: texts with a line end between, calls behind each other."""
+    joined = {**before, **after}
+    for field in ("content", "reasoning_content"):
+        texts = [one[field] for one in (before, after) if one.get(field)]
+        if field in joined:
+            joined[field] = "\n".join(texts)
+    calls = [call for one in (before, after) for call in one.get("tool_calls", ())]
+    return {**joined, "tool_calls": calls} if calls else joined

@@ -108,7 +108,7 @@ class OipServicer(TextServicer):
                 await context.write(message)
 
     async def _stream_one(self, request: Any, context: Any, ingress: Ingress) -> None:
-        asked, parameters = self._asked(request)
+        asked, parameters = self._asked(request, streams=True)
         names, model = check_outputs(_names(request)), asked.request.options.model
         if len(asked.request.prompts) != 1 or asked.request.options.n != 1:
             raise Unsupported(
@@ -138,12 +138,12 @@ class OipServicer(TextServicer):
             last.parameters[_FINAL].bool_param = True
             await context.write(pb.ModelStreamInferResponse(infer_response=last))
 
-    def _asked(self, request: Any) -> tuple[Asked, dict[str, Any]]:
+    def _asked(self, request: Any, *, streams: bool = False) -> tuple[Asked, dict[str, Any]]:
         """(the request, all of its parameters)."""
         model = served(self._desk, request.model_name, request.model_version)
         parameters = _plain(request.parameters)
         kept = {name: value for name, value in parameters.items() if name != _ASKS_FINAL}
-        return to_asked(model, _tensors(request), kept), parameters
+        return to_asked(model, _tensors(request), kept, streams=streams), parameters
 
 
 def _tensors(request: Any) -> list[Tensor]:

@@ -245,7 +245,7 @@ def _message(index: int, message: text_pb2.ChatMessage) -> dict[str, Any]:
             f"{place}.role is {message.role!r}; it must be one of {', '.join(_ROLES)}",
             param=f"{place}.role",
         )
-    if not message.parts and not message.tool_calls:
+    if not message.parts and not message.tool_calls and message.role != "assistant":
         raise InvalidRequest(f"{place}.parts is missing", param=f"{place}.parts")
     for part in message.parts:
         kind = part.WhichOneof("content")

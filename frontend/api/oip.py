@@ -75,7 +75,9 @@ def served(desk: FrontDesk, name: str, version: str) -> str:
     return desk.model_for(name).called(name)
 
 
-def to_asked(model: str, tensors: Sequence[Tensor], parameters: Mapping[str, Any]) -> Asked:
+def to_asked(
+    model: str, tensors: Sequence[Tensor], parameters: Mapping[str, Any], *, streams: bool = False
+) -> Asked:
     """Raises InvalidRequest and Unsupported naming the tensor or parameter."""
     texts = [one for one in tensors if one.name in TEXT_INPUTS]
     if len(texts) != 1:
@@ -94,16 +96,26 @@ def to_asked(model: str, tensors: Sequence[Tensor], parameters: Mapping[str, Any
             given |= _parameter(one)
     given = _with_json(given)
     prompts = [decoded(value, text.name) for value in text.values]
-    return Asked(to_request(model, prompts, given), text.shape)
+    return Asked(to_request(model, prompts, given, streams=streams), text.shape)
 
 
 def to_request(
-    model: str, prompts: list[str], parameters: Mapping[str, Any], *, logprobs: bool = False
+    model: str,
+    prompts: list[str],
+    parameters: Mapping[str, Any],
+    *,
+    logprobs: bool = False,
+    streams: bool = False,
 ) -> TextRequest:
     """The request that /v1/completions would make of it. A parameter that is not known there is
-    refused: here nobody sends fields for other servers."""
+    refused: here nobody sends fields for other servers. `streams`: the answer is a stream anyway,
+    as `stream` may say."""
+    parameters = dict(parameters)
+    if streams:
+        flag(parameters, "stream")
     for name, instead in _ELSEWHERE.items():
-        if parameters.get(name) not in (None, False):
+        value = parameters.get(name)
+        if value is not None and value is not False:
             raise Unsupported(f"{name} is not a parameter here; use {instead}", param=name)
     kept = {name: value for name, value in parameters.items() if name not in _ELSEWHERE}
     excludes = flag(kept, "exclude_input_in_output")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import orjson
-from pydantic import Field, StrictInt, StrictStr
+from pydantic import Field, StrictBool, StrictInt, StrictStr
 from starlette.responses import Response
 
 from frontend.api.http import JsonResponse
@@ -58,8 +58,9 @@ class GenerateBody(Body):
     text_input: StrictStr
     id: StrictStr | None = None
     parameters: dict[str, Any] | None = None
-    """Those of /v1/completions, which may stand beside the text too; `details` asks for the reason
-    of the end and log-probabilities."""
+    """Those of /v1/completions, which may stand beside the text too, and `details`."""
+    details: StrictBool | None = None
+    """Asks for the reason of the end and log-probabilities."""
 
 
 class Read(NamedTuple):

@@ -65,7 +65,7 @@ def oip_routes(desk: FrontDesk) -> APIRouter:
         """The same in pieces, as events."""
         body = parse(await read_body(request, desk.config.max_body_bytes), GenerateBody)
         served(desk, name, version)
-        wanted, details = _wanted(body, name)
+        wanted, details = _wanted(body, name, streams=True)
         check_streamed(wanted.options)
         stream = _stream(desk, wanted, details, body, request.state.ingress)
         return EventStream(stream, _end)
@@ -122,10 +122,10 @@ def metadata(name: str) -> dict[str, Any]:
     }
 
 
-def _wanted(body: GenerateBody, name: str) -> tuple[TextRequest, bool]:
+def _wanted(body: GenerateBody, name: str, *, streams: bool = False) -> tuple[TextRequest, bool]:
     parameters = (body.model_extra or {}) | (body.parameters or {})
-    details = bool(flag(parameters, "details"))
-    wanted = to_request(name, [body.text_input], parameters, logprobs=details)
+    details = bool(flag(parameters, "details") or body.details)
+    wanted = to_request(name, [body.text_input], parameters, logprobs=details, streams=streams)
     if wanted.options.n != 1:
         raise Unsupported("n: generate answers with one text; use infer", param="n")
     return wanted, details

@@ -38,7 +38,8 @@ def types_of(schema: object, *, depth: int = 8) -> frozenset[str]:
         return frozenset()
     if not depth or "$ref" in schema:
         return frozenset({"any"})
-    given, choices = schema.get("type"), schema.get("enum")
+    given = schema.get("type")
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
     found = {given} if isinstance(given, str) else set(map(str, _listed(given)))
     for union in ("anyOf", "oneOf", "allOf"):
         found = found.union(*(types_of(one, depth=depth - 1) for one in _listed(schema.get(union))))

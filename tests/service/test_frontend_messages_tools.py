@@ -14,6 +14,8 @@ import anthropic
 import pytest
 from anthropic.types import Message
 
+from frontend.api.anthropic_schema import Turn
+from frontend.api.anthropic_turns import to_messages
 from tests.service.frontends import stack
 
 TEMPLATE = (
@@ -174,3 +176,28 @@ async def test_a_forced_call_is_a_block(tmp_path: Path, streams: bool) -> None:
         assert "start: %json" in served.engine.submits[-1].constraint.ebnf
         await ask(client, streams, SAID, tools=TOOLS)
         assert not served.engine.submits[-1].HasField("constraint")
+
+
+def test_turns_of_one_role_are_one_message() -> None:
+    """With thinking and calls too: templates want roles to take turns."""
+
+    def call(name: str) -> dict[str, Any]:
+        return {"type": "tool_use", "id": name, "name": name, "input": {}}
+
+    def result(name: str) -> dict[str, Any]:
+        return {"type": "tool_result", "tool_use_id": name, "content": name}
+
+    turns = [
+        Turn(role="user", content="q"),
+        Turn(role="assistant", content="Let me look."),
+        Turn(role="assistant", content=[call("a")]),
+        Turn(role="assistant", content=[call("b")]),
+        Turn(role="user", content=[result("a"), result("b")]),
+        Turn(role="assistant", content=[{"type": "thinking", "thinking": "hm", "signature": ""}]),
+        Turn(role="assistant", content="I s"),
+    ]
+    told = to_messages(turns)
+    assert [one["role"] for one in told] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert told[1]["content"] == "Let me look."
+    assert [one["function"]["name"] for one in told[1]["tool_calls"]] == ["a", "b"]
+    assert (told[4]["reasoning_content"], told[4]["content"]) == ("hm", "I s")

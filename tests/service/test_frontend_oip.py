@@ -183,13 +183,19 @@ async def test_parameters_of_generate_may_stand_beside_the_text(http: httpx.Asyn
         assert answer.json()["text_output"] == "aba"
     asked = {"text_input": "ab", "max_tokens": 3, "exclude_input_in_output": False}
     assert (await http.post(GENERATE, json=asked)).json()["text_output"] == "ababa"
+    for name in ("logprobs", "prompt_logprobs"):
+        answer = await http.post(GENERATE, json={"text_input": "ab", name: 0})
+        assert answer.json()["error"].startswith(f"{name} is not a parameter here"), answer.text
+    answer = await http.post(GENERATE, json={"text_input": "ab", "details": True, "max_tokens": 1})
+    assert answer.json()["details"]["finish_reason"] == "length"
     answer = await http.post(GENERATE, json={"text_input": "ab", "tempratur": 0})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"].startswith("tempratur")
 
 
 async def test_generate_stream(http: httpx.AsyncClient) -> None:
-    asked = {"text_input": "ab", "parameters": {"max_tokens": 5}}
+    asked = {"text_input": "ab", "parameters": {"max_tokens": 5, "stream": True}}
+    assert "generate_stream" in (await http.post(GENERATE, json=asked)).text, "the control"
     answer = await http.post(f"{GENERATE}_stream", json=asked)
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line]

@@ -295,6 +295,16 @@ PYTHONIC = (
         ),
     ),
     Sample(
+        "long strings, with quotes in them", _P,
+        '[get_weather(city="""say "hi", ""x"" \\"""", unit=' + "'''it\\'s's'''), "
+        "area(shape='', points=['''it's''', \"\", 'b'], exact=True), get_weather(city='''a\nb''')]",
+        calls=(
+            ("get_weather", '{"city": "say \\"hi\\", \\"\\"x\\"\\" \\"", "unit": "it\'s\'s"}'),
+            ("area", '{"shape": "", "points": ["it\'s", "", "b"], "exact": true}'),
+            ("get_weather", '{"city": "a\\nb"}'),
+        ),
+    ),
+    Sample(
         "JSON's words, and what is no literal", _P,
         "[area(exact=true, note=null, size={'a': 'b)]'}, points=range(3))]",
         calls=(("area", '{"exact": true, "note": null, "size": {"a": "b)]"}, '

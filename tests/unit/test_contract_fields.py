@@ -22,7 +22,7 @@ from frontend.api.grpc_text_infill import to_infill_request
 from frontend.api.grpc_text_pool import to_embed_request, to_rerank_request, to_score_request
 from frontend.config import FrontendConfig
 from frontend.gate import Gate
-from tidemill.runtime.errors import ServiceError, Unsupported
+from tidemill.runtime.errors import InvalidRequest, ServiceError, Unsupported
 from tidemill.v1 import engine_pb2, text_pb2
 
 HINTS = {
@@ -291,3 +291,14 @@ def test_the_walk_notices_a_dropped_field() -> None:
     assert dropped(SPEC, of_spec, {}) == ["prompt_digest", "group"]
     forgetful = dropped(SPEC, lambda spec: None)
     assert {"sampling.temperature", "logprobs.prompt_top", "constraint.regex"} <= set(forgetful)
+
+
+def test_an_answer_without_text_may_be_sent_back() -> None:
+    """It ended within its reasoning, or at once."""
+    said = text_pb2.ChatMessage(role="assistant", reasoning="hm")
+    asked = text_pb2.ChatMessage(role="user", parts=[text_pb2.ContentPart(text="q")])
+    request = text_pb2.ChatRequest(messages=[asked, said, asked])
+    chat: Any = of_chat(request)
+    assert [one["role"] for one in chat.prompts[0].messages] == ["user", "assistant", "user"]
+    with pytest.raises(InvalidRequest, match="parts is missing"):
+        of_chat(text_pb2.ChatRequest(messages=[text_pb2.ChatMessage(role="user")]))

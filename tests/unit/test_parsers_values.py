@@ -32,6 +32,21 @@ def kinds(value: Any) -> set[str]:
     return names.get(type(value), {"array"})
 
 
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"const": 5}, {"integer"}),
+        ({"const": True}, {"boolean"}),
+        ({"anyOf": [{"const": 1}, {"const": None}]}, {"integer", "null"}),
+        ({"enum": [1, "a"]}, {"integer", "string"}),
+        ({"const": 1, "type": "number"}, {"number"}),
+        ({}, set()),
+    ],
+)
+def test_types_are_those_of_what_is_chosen(schema: dict[str, Any], types: set[str]) -> None:
+    assert types_of(schema) == types
+
+
 @pytest.mark.parametrize("text", HARD)
 @pytest.mark.parametrize("kind", TYPES)
 def test_hard_values_are_json_of_the_type_or_a_string(text: str, kind: str) -> None:

@@ -110,6 +110,30 @@ def test_calls_follow_their_schemas(grammars: LlGrammars, name: str) -> None:
     assert not accepts(grammars, spec, "I look.<tool_call>\n")
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize(
+    "unit",
+    [
+        {"anyOf": [{"enum": ["c", "f"], "type": "string"}, {"type": "null"}]},
+        {"oneOf": [{"const": "c"}, {"const": "f"}, {"const": None}]},
+        {"type": ["string", "null"], "enum": ["c", "f", None]},
+    ],
+)
+def test_optional_choices_are_held(grammars: LlGrammars, name: str, unit: dict[str, Any]) -> None:
+    """As pydantic writes Optional[Literal["c", "f"]]."""
+    schemas = {"f": {"type": "object", "properties": {"unit": unit}, "required": ["unit"]}}
+    spec, write = spec_of(name, schemas), FORMATS[name]
+    for said, read in (("c", "c"), ("f", "f"), (None, None)):
+        text = write([("f", {"unit": said})])
+        assert accepts(grammars, spec, text), text
+        parser = output_format(name, "none", None).parser([ToolSpec("f", schemas["f"])], "")
+        assert parser is not None
+        (call,) = parse_whole(parser, text).calls
+        assert json.loads(call.arguments) == {"unit": read}
+    for wrong in ("kelvin", "", 5):
+        assert not accepts(grammars, spec, write([("f", {"unit": wrong})])), wrong
+
+
 def test_line_ends_of_glm_may_be_missing(grammars: LlGrammars) -> None:
     spec = spec_of("glm45", SCHEMAS)
     text = (
@@ -128,12 +152,16 @@ def test_line_ends_of_glm_may_be_missing(grammars: LlGrammars) -> None:
     [
         ({"properties": {"a": {"type": "string", "pattern": "x"}}}, "pattern of 'a' of 'f'"),
         ({"properties": {"a": {"enum": ["x", 1]}}}, "chosen of texts and other values"),
+        ({"properties": {"a": {"anyOf": [{"type": "string", "pattern": "x"}, {"type": "null"}]}}},
+         "pattern of 'a' of 'f'"),
+        ({"properties": {"a": {"allOf": [{"type": "string", "maxLength": 2}]}}}, "maxLength of"),
+        ({"properties": {"a": {"anyOf": [{"enum": ["x"]}, {"type": "string"}]}}}, "enum of 'a'"),
         ({"anyOf": [{"type": "object"}]}, "must be a plain object"),
         ({"properties": {"a": {}}, "required": None}, "`required` of 'f' must be a list"),
         ({"properties": {"a": {}}, "required": "a"}, "`required` of 'f' must be a list"),
         ({"properties": {"a": {"type": "string", "enum": 5}}}, "`enum` of 'a' of 'f' must be"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_held_is_refused(name: str, schema: dict[str, Any], words: str) -> None:
     with pytest.raises(Unsupported, match=words) as caught:
         spec_of(name, {"f": schema})

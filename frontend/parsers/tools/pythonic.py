@@ -121,15 +121,40 @@ class PythonicParser(GrammarParser):
 
     def _inner_string(self, quote: str, parts: list[str]) -> Steps[None]:
         """A string inside of a value, with its quotes, as it is written."""
-        parts.append(self._take(1))
-        while True:
+        end = yield from self._open_string()
+        parts.append(end or 2 * quote)
+        while end:
             yield from self._run(_PLAIN[quote], parts.append)
             character = yield from self._peek()
+            if character == quote:
+                parts.append((yield from self._quotes(end)))
+                if parts[-1] == end:
+                    return
+                continue
             parts.append(self._take(len(character)))
-            if character in ("", quote):
+            if not character:
                 return
             if (yield from self._peek()):
                 parts.append(self._take(1))
+
+    def _open_string(self) -> Steps[str]:
+        """Takes the quotes that begin a string; what ends it: one, three, or nothing where it is
+        empty."""
+        quote = self._take(1)
+        if (yield from self._peek()) != quote:
+            return quote
+        self._take(1)
+        if (yield from self._peek()) != quote:
+            return ""
+        self._take(1)
+        return 3 * quote
+
+    def _quotes(self, end: str) -> Steps[str]:
+        """Takes quotes that stand here, as many as would end the string; fewer are its text."""
+        taken = ""
+        while len(taken) < len(end) and (yield from self._peek()) == end[0]:
+            taken += self._take(1)
+        return taken
 
     def _string(self, quote: str) -> Steps[bool]:
         """A string, streamed as JSON. Several in a row are one."""
@@ -137,16 +162,19 @@ class PythonicParser(GrammarParser):
         put('"')
         character = quote
         while character in _PLAIN:
-            quote = self._take(1)
-            while True:
-                yield from self._run(_PLAIN[quote], lambda text: put(quoted(text)[1:-1]))
+            end = yield from self._open_string()
+            while end:
+                yield from self._run(_PLAIN[end[0]], lambda text: put(quoted(text)[1:-1]))
                 character = yield from self._peek()
                 if not character:
                     return False
-                if character == quote:
-                    break
-                put(quoted(_unescaped((yield from self._escape())))[1:-1])
-            self._take(1)
+                if character == end[0]:
+                    taken = yield from self._quotes(end)
+                    if taken == end:
+                        break
+                    put(quoted(taken)[1:-1])
+                else:
+                    put(quoted(_unescaped((yield from self._escape())))[1:-1])
             character = yield from self._next()
         put('"')
         return True
