@@ -33,7 +33,6 @@ from engine_service.models.hf_config import (
     refuse_unknown,
 )
 from engine_service.schemes.unquantized import Unquantized
-from tidemill.runtime.errors import Unsupported
 
 _TANH_GELU = partial(functional.gelu, approximate="tanh")
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -57,7 +56,7 @@ _SEGMENTS = 2
 def _traits(
     hf_config: HFConfig, *, first_position: int, max_segments: int, **own: Any
 ) -> ModelTraits:
-    refuse_unknown(hf_config, implements=("hidden_act",))
+    refuse_unknown(hf_config, implements=("hidden_act", "is_causal"))
     refuse_unknown(hf_config, neutral_values=_IMPLEMENTED)
     hidden_size = positive(hf_config, "hidden_size")
     num_heads = positive(hf_config, "num_attention_heads")
@@ -281,10 +280,7 @@ class BertClassifier(Bert):
         return super().weight_slots() | self.pooler.slots(self.pooler_prefix) | head
 
 
-_OF_SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "Identity": torch.Tensor.float,
-    "Sigmoid": torch.sigmoid,
-}
+_OF_SCORES: Mapping[str, Any] = {"Identity": torch.Tensor.float, "Sigmoid": torch.sigmoid}
 
 
 def _head_activation(
@@ -295,13 +291,7 @@ def _head_activation(
     named = wishes.get("activation_fn") or hf_config.get("sbert_ce_default_activation_function")
     if named:
         kind = str(named).rsplit(".", 1)[-1]
-        if kind not in _OF_SCORES:
-            raise Unsupported(
-                f"config.json: activation_fn {named!r} of its head is not supported by this build; "
-                f"it knows {', '.join(_OF_SCORES)}",
-                reason="TRAIT_UNSUPPORTED",
-                param="activation_fn",
-            )
+        refuse_unknown({"activation_fn": kind}, neutral_values={"activation_fn": (*_OF_SCORES,)})
         return _OF_SCORES[kind]
     if num_labels == 1 or hf_config.get("problem_type") == "multi_label_classification":
         return torch.sigmoid

@@ -31,7 +31,8 @@ class Dream(Qwen2):
                 param="use_sliding_window",
             )
         named = hf_config.get("architectures") or ["DreamModel"]
-        full = {**hf_config, "architectures": named}
+        # Qwen2, which is asked below, would refuse what sees the whole sequence.
+        full = {**hf_config, "architectures": named, "is_causal": True}
         return dataclasses.replace(
             super().read_traits(full, added_tokens),
             mask_block=FULL,

@@ -22,6 +22,7 @@ class FastDLLM(Qwen2):
     @classmethod
     def read_traits(cls, hf_config: HFConfig, added_tokens: Mapping[str, int]) -> ModelTraits:
         full = {"bd_size": 32, "architectures": ["Fast_dLLM_QwenForCausalLM"], **hf_config}
+        full["is_causal"] = True  # Qwen2's, which is asked below; blocks are what they are
         return dataclasses.replace(
             super().read_traits(full, added_tokens),
             mask_block=positive(full, "bd_size"),
