@@ -31,8 +31,8 @@ _REASONS = {
     FinishReason.DEAD_END: "error",
 }
 _BEFORE = 8
-"""Tokens of a prompt that are decoded in front of what goes on in its text: enough for a
-character, which has at most 4 bytes, and what stands around it."""
+"""Tokens of a prompt that are decoded in front of what goes on in its text: enough for a whole
+character at its end, which has at most 4 bytes, and what stands around it."""
 
 
 class TextLogprob(NamedTuple):

@@ -55,12 +55,18 @@ class WindowDetokenizer:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
         """`before` are tokens in front of the first one, of a text that goes on with it: without
-        them a space at its beginning would be lost."""
+        them a space at its beginning would be lost. They are not read before there is one, as
+        nobody has checked them yet; half a character at their end is left alone."""
         self._decode = decode
-        self._ids = [] if decode(before).endswith("\ufffd") else list(before)
+        self._ids = list(before)
         self._num_emitted = len(self._ids)
+        self._is_fresh = bool(before)
 
     def feed(self, token_ids: Iterable[int]) -> str:
+        if self._is_fresh:
+            self._is_fresh = False
+            if self._decode(self._ids).endswith("\ufffd"):
+                self._ids, self._num_emitted = [], 0
         return "".join([self._feed_one(i) for i in token_ids])
 
     def flush(self) -> str:

@@ -207,6 +207,9 @@ def _choices(schema: Mapping[str, Any]) -> Any:
 
 def _held(schema: Mapping[str, Any], *, depth: int = 8) -> list[str]:
     """Words of a schema, and of what it is a union of, that text cannot be held to."""
+    listed = schema.get("anyOf")
+    if isinstance(listed, list) and any(map(_is_any_text, listed)):
+        return []  # whatever else it may be, it may be that
     found = [word for word in _OF_STRINGS if word in schema]
     for name in (*_UNIONS, "allOf"):
         branches = schema.get(name)
@@ -215,6 +218,12 @@ def _held(schema: Mapping[str, Any], *, depth: int = 8) -> list[str]:
                 found += [word for word in ("enum", "const") if word in one]
                 found += _held(one, depth=depth - 1)
     return found
+
+
+def _is_any_text(schema: Any) -> bool:
+    words = {*_OF_STRINGS, *_UNIONS, "allOf", "enum", "const", "$ref"}
+    is_text = isinstance(schema, Mapping) and schema.get("type") == "string"
+    return is_text and not words & schema.keys()
 
 
 def _shared(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -158,9 +158,10 @@ class TextTokenizer:
         spaces_between_special_tokens: bool = True,
         before: Sequence[int] = (),
     ) -> Detokenizer:
-        """A fresh incremental decoder for one choice, whose text goes on behind that of `before`.
+        """A fresh incremental decoder for one choice. Its text goes on behind that of `before`,
+        so that a space in front of it is kept.
 
-        Byte-level vocabularies never put spaces between tokens.
+        Byte-level vocabularies never put spaces between tokens, nor take any away.
         """
         if self._pieces is not None and self._visible is not None:
             return ByteDetokenizer(self._visible if skip_special_tokens else self._pieces)

@@ -70,7 +70,9 @@ def _with_activation(hf_config: dict[str, Any], folder: Path) -> dict[str, Any]:
     beside = read_json(folder / "config_sentence_transformers.json") or {}
     if beside.get("model_type") != "CrossEncoder" or not beside.get("activation_fn"):
         return hf_config
-    return {"sentence_transformers": {"activation_fn": beside["activation_fn"]}, **hf_config}
+    wishes = hf_config.get("sentence_transformers") or {}
+    told = {**wishes, "activation_fn": beside["activation_fn"]}
+    return {**hf_config, "sentence_transformers": told}
 
 
 def _resolve(config: EngineConfig, report: Report) -> tuple[Path, str]:

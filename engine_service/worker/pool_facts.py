@@ -43,6 +43,7 @@ def read_pool_facts(checkpoint: Checkpoint, traits: ModelTraits) -> PoolFacts:
     written = pooling.get("pooling_mode") or []
     listed = [written] if isinstance(written, str) else written
     modes += [_SPELLINGS.get(str(name), f"pooling_mode {name}") for name in listed]
+    modes = list(dict.fromkeys(modes))
     unknown += [name for name in modes if name not in _MODES] or modes[1:]
     refusal = ""
     if unknown:

@@ -52,15 +52,17 @@ class Items:
         """Adds what is new; returns the events that tell it. Reasoning and calls have no place for
         logprobs."""
         self._unplaced += chat_logprobs(delta.logprobs)["content"]
-        events = b""
-        for part in delta.in_order():
+        events, parts = b"", delta.in_order()
+        for part in parts:
             if isinstance(part, Content):
                 events += self._say(part.text, emit)
-                continue
+            elif isinstance(part, Reasoning):
+                self._unplaced = []
+                events += self._think(part, emit)
+            else:
+                events += self._call(part, emit)
+        if parts and not isinstance(parts[-1], Content):
             self._unplaced = []
-            events += (
-                self._think(part, emit) if isinstance(part, Reasoning) else self._call(part, emit)
-            )
         return events
 
     def close(self, status: str, emit: Emit) -> bytes:

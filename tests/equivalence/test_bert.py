@@ -92,9 +92,10 @@ def test_cross_encoder(tmp_path, labels, named, beside):
     model = write(tmp_path, "BertForSequenceClassification", seed=4, num_labels=labels)
     told = {"activation_fn": f"torch.nn.modules.{named}"}
     if named and beside:
-        told["model_type"] = "CrossEncoder"
-        (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(told))
-    elif named:
+        newer = {**told, "model_type": "CrossEncoder"}
+        (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(newer))
+        told = {"version": "5.4"}
+    if named:
         path = tmp_path / "config.json"
         config = json.loads(path.read_text()) | {"sentence_transformers": told}
         path.write_text(json.dumps(config))
@@ -197,7 +198,16 @@ def modules(folder, *kinds: str, **mode: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", [{"pooling_mode_cls_token": True}, {"pooling_mode": "cls"}, {"pooling_mode": ["cls"]}]
+    "mode",
+    [
+        {"pooling_mode_cls_token": True},
+        {"pooling_mode": "cls"},
+        {
+            "pooling_mode": ["cls"],
+            "pooling_mode_cls_token": True,
+            "pooling_mode_mean_tokens": False,
+        },
+    ],
 )
 def test_the_checkpoint_says_how_to_pool(tmp_path, mode):
     """As sentence-transformers wrote it before 5.4, and as it writes it since."""

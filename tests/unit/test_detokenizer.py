@@ -253,3 +253,13 @@ def test_control_without_the_prompt_a_space_is_lost(fallback: TextTokenizer) -> 
     for before, said in (([256], " tide"), ([], "tide"), ([0xE4, 0xB8], "tide")):
         detokenizer = fallback.detokenizer(skip_special_tokens=True, before=before)
         assert detokenizer.feed([257]) + detokenizer.flush() == said
+
+
+@pytest.mark.parametrize("bad", [-1, 1 << 40, 1.5])
+def test_ids_in_front_are_not_read_before_they_are_checked(
+    fallback: TextTokenizer, bad: int
+) -> None:
+    """Who refuses them says which."""
+    fallback.detokenizer(skip_special_tokens=True, before=[bad])
+    with pytest.raises((OverflowError, TypeError)):
+        fallback.detokenizer(skip_special_tokens=True, before=[bad]).feed([256])

@@ -11,10 +11,10 @@ import pytest
 
 from frontend.api.anthropic_blocks import Blocks
 from frontend.api.responses_items import Items
-from frontend.choice import TextDelta
+from frontend.choice import TextDelta, TextLogprob
 from frontend.parsers.base import Content, Reasoning
 from frontend.parsers.registry import output_format
-from frontend.reading import Reading, reading_of
+from frontend.reading import CallDelta, Reading, reading_of
 from frontend.request import Chat
 
 SAID = (
@@ -112,3 +112,15 @@ def test_by_kind_alone_the_end_of_a_call_would_come_behind_the_text() -> None:
     assert blocks_of(halves) != ITEMS
     with pytest.raises(KeyError):
         items_of(halves)
+
+
+def test_text_behind_a_call_keeps_its_scores() -> None:
+    entry = TextLogprob(1, "a", b"a", -1.0, 1)
+    delta = TextDelta(0, logprobs=[entry, entry])
+    items = Items("x")
+    for parts in ([CallDelta(0, "i", "f"), Content("done")], [CallDelta(0, "i", "f")]):
+        delta.parts = list(parts)
+        items.feed(delta, lambda *_, **__: b"")
+    items.close("completed", lambda *_, **__: b"")
+    message = next(one for one in items.output if one["type"] == "message")
+    assert len(message["content"][0]["logprobs"]) == 2

@@ -155,7 +155,7 @@ def test_line_ends_of_glm_may_be_missing(grammars: LlGrammars) -> None:
         ({"properties": {"a": {"anyOf": [{"type": "string", "pattern": "x"}, {"type": "null"}]}}},
          "pattern of 'a' of 'f'"),
         ({"properties": {"a": {"allOf": [{"type": "string", "maxLength": 2}]}}}, "maxLength of"),
-        ({"properties": {"a": {"anyOf": [{"enum": ["x"]}, {"type": "string"}]}}}, "enum of 'a'"),
+        ({"properties": {"a": {"oneOf": [{"enum": ["x"]}, {"type": "string"}]}}}, "enum of 'a'"),
         ({"anyOf": [{"type": "object"}]}, "must be a plain object"),
         ({"properties": {"a": {}}, "required": None}, "`required` of 'f' must be a list"),
         ({"properties": {"a": {}}, "required": "a"}, "`required` of 'f' must be a list"),
@@ -167,6 +167,16 @@ def test_what_cannot_be_held_is_refused(name: str, schema: dict[str, Any], words
         spec_of(name, {"f": schema})
     assert caught.value.param == "tools[0]"
     spec_of("hermes", {"f": schema})
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+def test_what_may_be_any_text_is_held_by_nothing_else(grammars: LlGrammars, name: str) -> None:
+    """As pydantic writes str | Literal["auto"]."""
+    unit = {"anyOf": [{"type": "string", "title": "x"}, {"enum": ["auto"], "type": "string"}]}
+    schemas = {"f": {"type": "object", "properties": {"unit": unit}, "required": ["unit"]}}
+    spec, write = spec_of(name, schemas), FORMATS[name]
+    for said in ("auto", "anything"):
+        assert accepts(grammars, spec, write([("f", {"unit": said})]))
 
 
 @pytest.mark.parametrize("form", [OutputFormat(), OutputFormat(tools=PythonicParser)])

@@ -153,3 +153,7 @@ def test_bytes_that_are_no_character_end_nothing() -> None:
             found = watch.feed(ids[start : start + run])
         assert found is not None
         assert found[1] == "END"
+        watch = StopWatch(broken, Stops(("bb", "b\ufffd"), True, 0))
+        fed = [256, 0x45, 0xF0, 256]  # b, E, no character, b
+        told = [watch.feed(fed[start : start + run]) for start in range(0, len(fed), run)]
+        assert not any(told), "what stands between is not left out"

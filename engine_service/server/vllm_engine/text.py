@@ -92,4 +92,5 @@ class StopWatch:
             if "Invalid prefix" not in str(failure):
                 raise
             self._stream = self._open()
+            self._tail = ""  # between it and this stand bytes that are none of a stop string's
             return self._stream.step(self._tokenizer, token) or ""
