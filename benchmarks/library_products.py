@@ -22,6 +22,7 @@ from engine_service.kernels.small_linear import MAX_ROWS, small_linear_triton
 
 _CACHE_BYTES = 150 << 20
 _ROUNDS, _ROUND_US = 15, 2000.0
+_SETTLE_US, _ALONE_US = 1.5e5, 3e5
 _COPY_BYTES_S, _FLOPS = 4.27e12, 803e12
 
 
@@ -65,6 +66,26 @@ def in_turn(graphs: Sequence[torch.cuda.CUDAGraph], count: int, guess_us: float)
             end.synchronize()
             own.append(begin.elapsed_time(end) * 1000 / replays / count)
     return [median(own) for own in times]
+
+
+def alone(graphs: Sequence[torch.cuda.CUDAGraph], count: int, guess_us: float) -> list[float]:
+    """Mean microseconds of a call, by graph, each behind itself until the clock has settled: of
+    long products, which draw all the power there is, those that need less run at a higher one."""
+    times = []
+    for graph in graphs:
+        spent = []
+        for length_us in (_SETTLE_US, _ALONE_US):
+            replays = max(1, round(length_us / (guess_us * count)))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(replays):
+                graph.replay()
+            end.record()
+            spent.append((begin, end, replays))
+        begin, end, replays = spent[-1]
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / replays / count)
+    return times
 
 
 def measure(num_rows: int, out_size: int, in_size: int, adds: bool) -> list[float]:

@@ -27,9 +27,12 @@ _LOG = logging.getLogger("tidemill.rank")
 _HOPPER = 9
 _LEAST_ROWS = 128
 """Fewer are not tried: reading the weights is all, and a tile has as many rows."""
-_MANY_ROWS = 1024
+MANY_ROWS = 512
+"""Of more the device draws all the power there is, and its clock settles by what a tile needs."""
 _START_OUTPUTS, _SHARED = 8, 1.06
 """What a tile takes beside its outputs, in outputs, and how much longer a shared one takes."""
+_MANY_START, _TALL_START = 26, 20
+"""Of many rows: what 128 rows of a tile take beside its outputs, and of one that has 256."""
 
 _PROBE_INPUTS, _MOST_ERROR = 192, 0.01
 """Of a product that tries a tile; one rounding to bfloat16 is 0.004 of a number."""
@@ -56,6 +59,9 @@ _BELOW = (
     GatedTile(128, 128, True, (2, 1)),
 )
 """Clusters that load the same weights."""
+_TALL = (GatedTile(256, 192, False, (2, 1)), GatedTile(256, 160, False, (2, 1)))
+"""Two warp groups multiply the same weights: fewer are moved for as many products, which takes less
+power."""
 _WIDE = GatedTile(128, 224, False, (2, 1))
 _BESIDE = (
     GatedTile(128, 192, True, (1, 2)),
@@ -64,7 +70,7 @@ _BESIDE = (
 )
 """Clusters that load the same rows: none is half empty where the rows are those of one tile, or of
 three. Of long prompts they are a third slower: each wave reads most of the weights."""
-TILES = (*_BELOW, _WIDE, *_BESIDE)
+TILES = (*_BELOW, *_TALL, _WIDE, *_BESIDE)
 
 
 def gated_product(
@@ -87,12 +93,12 @@ def gated_product(
 @lru_cache(maxsize=4096)
 def choose_tile(num_rows: int, out_size: int, num_sms: int) -> GatedTile | None:
     """That which takes least, of those that leave little of the device idle; None: the library's
-    product and a gate take no longer. Measured on an H100 from 128 to 8,192 rows
-    (docs/performance.md)."""
+    product and a gate take no longer. Measured on H100s from 128 to 12,288 rows, those of many rows
+    each by itself until the clock had settled (docs/performance.md)."""
     if num_rows < _LEAST_ROWS:
         return None
-    tiles: tuple[GatedTile, ...] = _BELOW
-    if num_rows <= _MANY_ROWS:
+    tiles: tuple[GatedTile, ...] = (*_TALL, *_BELOW)
+    if num_rows <= MANY_ROWS:
         tiles = _BESIDE if num_rows == _LEAST_ROWS else (*_BELOW, _WIDE, _BESIDE[0])
     # Of one row of tiles reading the weights is most.
     least = 0.7 if num_rows == _LEAST_ROWS else 0.8
@@ -102,14 +108,17 @@ def choose_tile(num_rows: int, out_size: int, num_sms: int) -> GatedTile | None:
 
 
 def _judge(tile: GatedTile, num_rows: int, out_size: int, num_sms: int) -> tuple[float, float]:
-    """What a product takes, in outputs of one multiprocessor, and which share of the device it
-    fills."""
+    """What a product takes, in outputs of one multiprocessor for 128 rows, and which share of the
+    device it fills."""
     by_rows, by_outputs = tile.cluster
     cluster = Block(by_rows * tile.rows, by_outputs * tile.outputs)
     num_clusters = num_sms // (by_rows * by_outputs)
     waves = count_waves(cluster, num_rows, out_size, num_clusters)
-    takes = waves * (tile.outputs + _START_OUTPUTS) * (1.0 if tile.pingpong else _SHARED)
-    return takes, filled(cluster, num_rows, out_size, num_clusters)
+    if num_rows > MANY_ROWS:
+        takes = tile.rows / 128 * (tile.outputs + (_TALL_START if tile in _TALL else _MANY_START))
+    else:
+        takes = (tile.outputs + _START_OUTPUTS) * (1.0 if tile.pingpong else _SHARED)
+    return waves * takes, filled(cluster, num_rows, out_size, num_clusters)
 
 
 class Quack:
