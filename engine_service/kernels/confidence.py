@@ -235,8 +235,9 @@ def _tiles_kernel(
             ids = start + tl.arange(0, BLOCK)
             noisy = x * tl.div_rn(1.0, temperature) + gumbel_noise(ids, key, HARDWARE_LOG)
             score, token = lowest_best(noisy, ids, vocab)
-            # Where nothing is allowed the id that wins may be a banned one.
-            chosen = tl.minimum(tl.load(line_ptr + token).to(tl.float32), best)
+            # Where nothing is allowed the id that wins may be banned, or ahead of tile and piece.
+            own = tl.load(line_ptr + token, mask=token >= start, other=float("-inf"))
+            chosen = tl.minimum(own.to(tl.float32), best)
     part = n * num_tiles + (start - origin) // BLOCK
     tl.store(id_ptr + part, token)
     _store_part(part_ptr + part, num_parts, x, score, chosen, best, second)

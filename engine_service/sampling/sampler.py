@@ -88,7 +88,13 @@ def choose_with_confidence(batch: DecideBatch, draws: torch.Tensor) -> Confidenc
     token_ids, logits = choose(batch, draws), batch.logits_NV
     sure = confidence(logits, batch.tables.banned_ids)
     ids = torch.stack((token_ids, sure.token_ids), dim=1)
-    chosen, best = logits.gather(1, ids).to(sure.probs.dtype).unbind(1)
+    # Finite, so that there is a difference where nothing is allowed.
+    chosen, best = (
+        logits.gather(1, ids)
+        .to(sure.probs.dtype)
+        .clamp(min=torch.finfo(sure.probs.dtype).min)
+        .unbind(1)
+    )
     return sure._replace(token_ids=token_ids, probs=sure.probs * (chosen - best).exp())
 
 

@@ -45,10 +45,6 @@ class JobBody(Body):
             "max_tokens": "gen_length",
             "max_new_tokens": "gen_length",
             "max_completion_tokens": "gen_length",
-            "steps": "decoding.params.steps",
-            "threshold": "decoding.params.threshold",
-            "remasking": "decoding.params.remasking",
-            "cfg_scale": "decoding.params.cfg_scale",
             "sparse_config": "decoding.params",
             "sparse_configs": "decoding.params, in a request for each prompt",
         }

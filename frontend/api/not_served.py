@@ -88,6 +88,20 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
 )
 """What other servers call something that is served here under another name."""
 
+OF_DECODING: Mapping[str, str] = MappingProxyType(
+    {
+        name: f"decoding.params.{name}"
+        for name in (
+            *("remasking", "steps", "threshold", "factor", "entropy_bound", "max_parallel"),
+            *("low_threshold", "alg_temp", "eos_last", "edit_threshold", "max_post_edit_steps"),
+            *("block_length", "cfg_scale", "cache", "refresh_interval", "retention_ratio"),
+            *("delay_step", "head_select", "pool_kernel"),
+        )
+    }
+)
+"""Knobs of diffusion, which stand in `decoding` in every API that has it. Which of them a method
+has its engine knows; completions and chats take the first ones beside it too."""
+
 OF_COMPLETIONS: Mapping[str, str] = MappingProxyType(
     {
         "top_logprobs": "logprobs with a number",
@@ -135,11 +149,13 @@ def _other_names(body: Body) -> dict[str, str]:
     Those of completions that an API with names of its own does not know are refused there: who
     sends them counts on their effect.
     """
+    knobs = OF_DECODING if "decoding" in type(body).model_fields else {}
     if isinstance(body, CompletionBody):
-        return {**OTHER_NAMES, **OF_COMPLETIONS}
+        return {**OTHER_NAMES, **knobs, **OF_COMPLETIONS}
     if isinstance(body, ChatBody):
-        return {**OTHER_NAMES, **OF_CHATS}
+        return {**OTHER_NAMES, **knobs, **OF_CHATS}
     if not body.other_names:
         return dict(OTHER_NAMES)
     names = {*CompletionBody.model_fields, *ChatBody.model_fields} - {*body.not_served}
-    return {**OTHER_NAMES, **dict.fromkeys(names, "/v1/chat/completions"), **body.other_names}
+    elsewhere = dict.fromkeys(names, "/v1/chat/completions")
+    return {**OTHER_NAMES, **elsewhere, **knobs, **body.other_names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import threading
 from collections.abc import Callable
@@ -14,7 +15,8 @@ import torch
 from torch.nn import functional
 
 from engine_service.distributed import Group
-from engine_service.kernels.confidence import Confidence
+from engine_service.kernels.confidence import Confidence, TileParts
+from engine_service.kernels.sampling import Streams
 from engine_service.kernels.vocab_share import VocabShare
 from engine_service.kernels.vocab_tiles import TILE
 from engine_service.layers.slots import Share
@@ -167,3 +169,16 @@ def test_without_kernels_ranks_look_at_whole_logits(decide: Any, seed: int) -> N
 
     for found in on_ranks(2, on_rank):
         check(found, want)
+
+
+@pytest.mark.parametrize("ahead", [0.0, float("nan")])
+def test_a_rank_without_ids_reads_nothing_ahead_of_its_logits(ahead: float) -> None:
+    """Nine ids on four ranks are three, three, three and none, in pieces of three columns."""
+    line = torch.zeros(16, device=device)
+    line[7] = ahead
+    none, drawn = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+    streams = Streams(none, none, none, torch.ones(1, device=device), drawn, 0)
+    parts = TileParts(1, 3, line.device, VocabShare(9, 0, lambda sums: sums))
+    parts.add(line[8:11].view(1, 3), 0, None, streams)
+    score, chosen, best, second, *_ = parts._split(parts._tiles)[1].flatten().tolist()
+    assert {score, chosen, best, second} == {-math.inf}

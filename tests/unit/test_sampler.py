@@ -204,6 +204,15 @@ def test_probs_are_of_the_raw_logits_without_banned_ids():
     assert logits[0, 2] == 9.0  # the batch is not written to
 
 
+def test_a_row_that_allows_nothing_has_a_probability():
+    """Rules compare it; no number is above or below none."""
+    logits = torch.tensor([[NEVER, NEVER, NEVER], [0.0, NEVER, 1.0]])
+    rows = [Row(temperature=temperature, bias={0: 0.5}) for temperature in (0.0, 1.0)]
+    probs = choose_with_confidence(make_batch(logits, rows, banned=(1,)), zeros(2)).probs
+    assert probs.isfinite().all(), probs
+    assert 0 < probs[1] < 1
+
+
 def test_a_row_does_not_depend_on_its_batch():
     torch.manual_seed(3)
     rng = random.Random(3)
