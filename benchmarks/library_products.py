@@ -71,18 +71,18 @@ def in_turn(graphs: Sequence[torch.cuda.CUDAGraph], count: int, guess_us: float)
 def alone(graphs: Sequence[torch.cuda.CUDAGraph], count: int, guess_us: float) -> list[float]:
     """Mean microseconds of a call, by graph, each behind itself until the clock has settled: of
     long products, which draw all the power there is, those that need less run at a higher one."""
+    settling, replays = (
+        max(1, round(length_us / (guess_us * count))) for length_us in (_SETTLE_US, _ALONE_US)
+    )
     times = []
     for graph in graphs:
-        spent = []
-        for length_us in (_SETTLE_US, _ALONE_US):
-            replays = max(1, round(length_us / (guess_us * count)))
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(replays):
-                graph.replay()
-            end.record()
-            spent.append((begin, end, replays))
-        begin, end, replays = spent[-1]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(settling):
+            graph.replay()
+        begin.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1000 / replays / count)
     return times

@@ -62,9 +62,10 @@ def build_kernels(program: StepProgram, resolved: ResolvedConfig) -> None:
 
 def typical_steps(resolved: ResolvedConfig, traits: ModelTraits, row: int) -> Iterator[list[Span]]:
     """Spans of one length behind nothing and behind as much as a row has room for, one and many of
-    them; and the shortest ones beside a prompt."""
+    them; and the shortest ones beside a prompt. The row's last position is never decided: there
+    stands the mask token that other rows read (`RowTables.mask_place`)."""
     block = granularity(traits.mask_block)
-    longest = (resolved.table_width - 1) // block
+    longest = (resolved.table_width - 1 - traits.logits_shift) // block
     most = min(resolved.token_budget, _MOST_TOKENS) // block
     for behind in (0, longest * block):
         for blocks in _powers(min(most, longest)):

@@ -59,9 +59,8 @@ def find_room(
     is set aside, with what the graphs of `buckets` and other steps in flight will keep; on CPU a
     short one that only warms up, because activations are small beside the RAM that is left free.
     """
-    block = granularity(model.traits.mask_block)
     if device.type != "cuda":
-        prompts = whole_prompts(_WARM_UP_TOKENS, resolved, block)
+        prompts = whole_prompts(_WARM_UP_TOKENS, resolved, model.traits)
         rehearse(prompts, 1, resolved, model, backend, device, stage)
         return _cpu_room(config)
 
@@ -77,12 +76,12 @@ def find_room(
         return torch.cuda.max_memory_allocated(device) - before
 
     peak = max(
-        peak_of(whole_prompts(resolved.token_budget, resolved, block), resolved.logit_chunk),
+        peak_of(whole_prompts(resolved.token_budget, resolved, model.traits), resolved.logit_chunk),
         peak_of(full_rows(resolved, model.traits), resolved.logit_chunk),
     )
     if buckets:
         tokens = max(bucket.tokens for bucket in buckets)
-        peak += peak_of(whole_prompts(tokens, resolved, block), 1)
+        peak += peak_of(whole_prompts(tokens, resolved, model.traits), 1)
         peak += _graph_bytes(buckets, model, backend.shape.dtype)
     hidden = resolved.token_budget * model.traits.hidden_size * backend.shape.dtype.itemsize
     peak += stage.num_waiting * hidden
@@ -153,18 +152,21 @@ def rehearse(
     _sample(hidden, part, num_logits, model, tables)
 
 
-def whole_prompts(num_tokens: int, resolved: ResolvedConfig, block: int) -> list[Span]:
-    """Whole prompts of `num_tokens` tokens in all, as long as rows allow."""
+def whole_prompts(num_tokens: int, resolved: ResolvedConfig, traits: ModelTraits) -> list[Span]:
+    """Whole prompts of `num_tokens` tokens in all, as long as rows allow; each decides by its last
+    query, unless that would be beyond the row."""
+    block = granularity(traits.mask_block)
     longest = max(block, min(num_tokens, resolved.table_width) // block * block)
     num_spans = max(1, min(resolved.max_rows, num_tokens // longest))
-    return [Span(row, 0, longest, longest, block, longest - 1, longest) for row in range(num_spans)]
+    decided = min(longest - 1 + traits.logits_shift, resolved.table_width - 1)
+    return [Span(row, 0, longest, longest, block, decided, decided + 1) for row in range(num_spans)]
 
 
 def full_rows(resolved: ResolvedConfig, traits: ModelTraits) -> list[Span]:
     """The last block that every row decides something behind, each as long as rows get."""
     block = granularity(traits.mask_block)
-    stop = (resolved.table_width - 1) // block * block
-    decided = stop - 1 + traits.logits_shift
+    stop = max(block, (resolved.table_width - 1) // block * block)
+    decided = min(stop - 1 + traits.logits_shift, resolved.table_width - 1)
     num_spans = max(1, min(resolved.max_rows, resolved.token_budget // block))
     return [
         Span(row, stop - block, stop, stop, block, decided, decided + 1) for row in range(num_spans)

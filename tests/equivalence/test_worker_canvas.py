@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine_service.worker import build_kernels
 from tests.equivalence.engine_runs import run
 from tests.equivalence.oracles_dense import DenseLLaDA
 from tests.equivalence.oracles_dream import dream_sample
@@ -110,6 +111,24 @@ def test_lladas_guidance(llada, flags):
         if scale >= 2:
             plain = llada_generate(dense.logits, prompt, mask_id=MASK, **sizes)
             assert plain.tokens != wanted.tokens, "the control: guidance is seen"
+
+
+def test_dreams_guidance_is_the_same_behind_steps_that_build_kernels(tmp_path, monkeypatch):
+    """They run on the padding row, whose last mask is what copies read as their prompt."""
+    write(Case(name="dream", kind="Qwen2", edit=as_dream), tmp_path, seed=5)
+    prompts = make_prompts(random.Random(3), 3)
+    scales = (0, 1.5, 4)
+    knobs = [{"block_length": 8, "cfg_scale": scale} for scale in scales]
+    plain, _ = run(make_engine(tmp_path), prompts, ANSWER, knobs)
+    unguided, _ = run(make_engine(tmp_path), prompts, ANSWER, [knobs[0]] * 3)
+    assert [one == other for one, other in zip(plain, unguided, strict=True)] == [
+        True,
+        False,
+        False,
+    ]
+    monkeypatch.setattr(build_kernels, "runs_triton", lambda _: True)
+    found, _ = run(make_engine(tmp_path), prompts, ANSWER, knobs)
+    assert found == plain
 
 
 @pytest.mark.parametrize(

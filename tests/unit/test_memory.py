@@ -1,5 +1,7 @@
 """The profiling pass rehearses steps that real plans could contain, on any device."""
 
+from types import SimpleNamespace as Facts
+
 import pytest
 import torch
 
@@ -32,10 +34,27 @@ def test_prompts_and_full_rows_run(name: str, max_model_len: int) -> None:
     )
     backend = create_backend("sdpa", shape)
     block = granularity(traits.mask_block)
-    prompts = whole_prompts(resolved.token_budget, resolved, block)
+    prompts = whole_prompts(resolved.token_budget, resolved, traits)
     rows = full_rows(resolved, traits)
     assert 0 < sum(span.num_tokens for span in prompts) <= resolved.token_budget
     assert len(rows) == 4
     assert all(max_model_len - 2 * block <= span.kv_len for span in rows)
     for spans in (prompts, rows):
         rehearse(spans, 2, resolved, model, backend, CPU)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize(
+    ("block", "width", "budget"), [(1, 64, 1), (1, 64, 64), (1, 2, 8), (32, 32, 32), (4, 8, 300)]
+)
+def test_steps_of_the_smallest_engines_are_steps(
+    block: int, width: int, budget: int, shift: int
+) -> None:
+    """Positions of a row, decided by a query of the span."""
+    resolved = Facts(max_rows=1, table_width=width, token_budget=budget)
+    traits = Facts(mask_block=block, logits_shift=shift)
+    prompts = whole_prompts(budget, resolved, traits)  # type: ignore[arg-type]
+    for span in (*prompts, *full_rows(resolved, traits)):  # type: ignore[arg-type]
+        assert 0 <= span.start < span.stop <= width, span
+        assert span.start <= span.decide_start - shift < span.stop, span
+        assert span.decide_stop <= width, span
