@@ -7,6 +7,7 @@ from typing import Any
 
 from tests.equivalence.test_worker_canvas import LLADA as _LLADA
 from tests.models.checkpoints import SIZES
+from tests.models.test_bailing_moe_v2 import CONFIG as LING
 from tests.models.test_experts_with_masks import CONFIG as LLADA_MOE
 from tests.models.test_llada2_moe import CONFIG as LLADA2
 
@@ -67,6 +68,7 @@ SHAPES = {
     "mistral": Shape(config=_qwen("MistralForCausalLM", "mistral", sliding_window=11)),
     "qwen3-moe": Shape(config=_qwen("Qwen3MoeForCausalLM", "qwen3_moe", **_EXPERTS)),
     "mixtral": Shape(config=_qwen("MixtralForCausalLM", "mixtral", num_local_experts=5)),
+    "bailing-moe-v2": Shape(config=LING | {"vocab_size": VOCAB}),
     "sdar": Shape(config=_qwen("SDARForCausalLM", "sdar", **_BLOCK)),
     "sdar-moe": Shape(config=_qwen("SDARMoeForCausalLM", "sdar_moe", **_BLOCK, **_EXPERTS)),
     "fast-dllm": Shape(

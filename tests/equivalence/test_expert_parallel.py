@@ -20,7 +20,7 @@ from tests.equivalence.test_shards import differing, load, make_source, shard
 from tests.equivalence.test_tensor_parallel import answers, make_cases
 from tidemill.runtime.errors import InvalidRequest
 
-NAMES = ["mixtral", "qwen3-moe", "llada-moe", "llada2-moe"]
+NAMES = ["mixtral", "qwen3-moe", "bailing-moe-v2", "llada-moe", "llada2-moe"]
 
 
 def eight(name: str) -> dict[str, Any]:

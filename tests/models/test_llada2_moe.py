@@ -182,7 +182,7 @@ class Reference:
         self, token: torch.Tensor, name: str, scores: torch.Tensor, chosen: list[int]
     ) -> torch.Tensor:
         shares = scores[chosen]
-        if self.config["norm_topk_prob"]:
+        if self.config["norm_topk_prob"] and len(chosen) > 1:
             shares = shares / shares.sum()
         parts = [self.feed_forward(token, f"{name}.experts.{expert}") for expert in chosen]
         return torch.stack(parts).T @ (shares * self.config["routed_scaling_factor"])

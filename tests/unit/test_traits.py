@@ -25,6 +25,7 @@ def traits(architecture: str, added: dict[str, int] | None = None, **changes: An
 
 
 IMPLEMENTED = {
+    "BailingMoeV2ForCausalLM": {"num_experts", "partial_rotary_factor"},
     "BertForSequenceClassification": {"hidden_act"},
     "BertModel": {"hidden_act"},
     "LLaDA2MoeModelLM": {"num_experts", "partial_rotary_factor"},
@@ -42,6 +43,7 @@ IMPLEMENTED = {
 
 def test_every_architecture_is_found_by_name() -> None:
     assert REGISTRY.names() == (
+        "BailingMoeV2ForCausalLM",
         "BertForSequenceClassification",
         "BertModel",
         "DreamModel",

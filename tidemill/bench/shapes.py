@@ -72,6 +72,7 @@ _LLADA_8B: dict[str, Any] = {
     "vocab_size": 126464,
     "weight_tying": False,
 }
+_OF_BLOCKS = ("block_length", "mask_token_id")
 _LLADA2_MINI: dict[str, Any] = {
     "architectures": ["LLaDA2MoeModelLM"],
     "model_type": "llada2_moe",
@@ -102,6 +103,12 @@ _LLADA2_MINI: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 157184,
 }
+_LING_MINI = {key: value for key, value in _LLADA2_MINI.items() if key not in _OF_BLOCKS} | {
+    "architectures": ["BailingMoeV2ForCausalLM"],
+    "model_type": "bailing_moe",
+    "max_position_embeddings": 32768,
+}
+"""LLaDA2-mini was made from Ling-mini-2.0: the decoder is the same."""
 
 SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -111,6 +118,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "sdar-8b": _QWEN3_8B | _SDAR | {"block_size": 4},
         "llada-8b": _LLADA_8B,
         "llada2-mini": _LLADA2_MINI,
+        "ling-mini": _LING_MINI,
     }
 )
 """config.json of the published models of these names."""

@@ -37,7 +37,7 @@ class ThroughputOptions:
     """Request sets, separated by commas (mixed256,b1_128_256); without it, equal requests."""
     shape: str | None = None
     """Model shape with random weights instead of --model: qwen3-0.6b, qwen3-8b, qwen3-32b, sdar-8b,
-    llada-8b, llada2-mini, or a config.json."""
+    llada-8b, llada2-mini, ling-mini, or a config.json."""
     temperature: float = 0.6
     """Temperature of the sets."""
     repeats: int | None = None
