@@ -23,6 +23,7 @@ from typing import Any
 from unittest.mock import PropertyMock, patch
 
 from engine_service.config import EngineConfig
+from engine_service.models.decoder import Decoder
 from engine_service.sampling import sampler
 from engine_service.worker import graphs
 from engine_service.worker.batch import ForwardBatch
@@ -40,7 +41,10 @@ def _all_positions() -> AbstractContextManager[Any]:
 
 
 def _all_tokens() -> AbstractContextManager[Any]:
-    return patch.object(ForwardBatch, "reads", PropertyMock(return_value=None))
+    stack = ExitStack()
+    stack.enter_context(patch.object(ForwardBatch, "reads", PropertyMock(return_value=None)))
+    stack.enter_context(patch.object(Decoder, "finishes_rows", PropertyMock(return_value=False)))
+    return stack
 
 
 WITHOUT: Mapping[str, Callable[[], AbstractContextManager[Any]]] = MappingProxyType(

@@ -90,6 +90,11 @@ class AttentionShape:
         """Query heads that share one key-value head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def width(self) -> int:
+        """What attention leaves of a token: all heads."""
+        return self.num_heads * self.head_dim
+
 
 class AttentionBackend(ABC):
     """One attention library. Stateless between steps apart from what `plan` returns."""

@@ -125,6 +125,23 @@ class CausalModel(nn.Module, ABC):
         `reads` [N] int64 are the tokens whose hidden states anybody reads (None: all); what stands
         at others may then be anything. Keys and values of all tokens are stored."""
 
+    @property
+    def finishes_rows(self) -> bool:
+        """Whether `mix` and `finish` are there: the last layer ends token by token."""
+        return False
+
+    def mix(
+        self, hidden_TE: torch.Tensor, positions_T: torch.Tensor, step: AttentionStep
+    ) -> torch.Tensor:
+        """`forward` up to the last layer's attention, [T, C]; keys and values are stored. `finish`
+        makes hidden states of any rows of both."""
+        raise NotImplementedError(f"{self.traits.architecture} ends with all of its tokens")
+
+    def finish(self, hidden_NE: torch.Tensor, mixed_NC: torch.Tensor) -> None:
+        """Overwrites the rows of `hidden` with what `forward` makes of them. The same rows by all
+        ranks of a group."""
+        raise NotImplementedError(f"{self.traits.architecture} ends with all of its tokens")
+
     @abstractmethod
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """[N, V] in the model's number format, of some of forward's hidden states. Encoders, whose

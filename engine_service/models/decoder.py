@@ -104,17 +104,32 @@ class Decoder(CausalModel):
         step: AttentionStep,
         reads_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        mixed_TC = self.mix(hidden_TE, positions_T, step)
+        # Layers of the stages behind this one take keys and values from all that it passes on.
+        is_unread = self._decides and reads_N is not None and not len(reads_N)
+        if reads_N is None or not (self.finishes_rows or is_unread):
+            self.finish(hidden_TE, mixed_TC)
+        elif not is_unread:
+            rows_NE, mixed_NC = (x.index_select(0, reads_N) for x in (hidden_TE, mixed_TC))
+            self.finish(rows_NE, mixed_NC)
+            hidden_TE.index_copy_(0, reads_N, rows_NE)
+        return hidden_TE
+
+    @property
+    def finishes_rows(self) -> bool:
+        return self._decides and self._layers[-1].by_token
+
+    def mix(
+        self, hidden_TE: torch.Tensor, positions_T: torch.Tensor, step: AttentionStep
+    ) -> torch.Tensor:
         rotary = self.rotary(positions_T, hidden_TE.dtype)
-        first, last = self._layers[0], self._layers[-1]
-        ahead = Ahead(hidden_TE, first.input_norm)
+        ahead = Ahead(hidden_TE, self._layers[0].input_norm)
         for layer, behind in pairwise(self._layers):
             ahead = layer(hidden_TE, ahead, rotary, step, behind.input_norm)
-        # Layers of the stages behind this one take keys and values from all that it passes on.
-        if reads_N is None or not self._decides:
-            last(hidden_TE, ahead, rotary, step)
-        else:
-            last.finish(hidden_TE, ahead, rotary, step, reads_N)
-        return hidden_TE
+        return self._layers[-1].mix(ahead, rotary, step)
+
+    def finish(self, hidden_NE: torch.Tensor, mixed_NC: torch.Tensor) -> None:
+        self._layers[-1].add(hidden_NE, mixed_NC)
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         return self.head.logits(hidden_NE, self.norm)

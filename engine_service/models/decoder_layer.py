@@ -163,7 +163,7 @@ class Layer(nn.Module):
         self.inner_norm = build.norm()
         self.feed_forward = build.feed_forward(layer)
         mixture = build.options.mixtures.get(layer)
-        self._by_token = mixture is None or mixture.router.by_token
+        self.by_token = mixture is None or mixture.router.by_token
 
     def forward(
         self,
@@ -175,35 +175,21 @@ class Layer(nn.Module):
     ) -> Ahead:
         """`residual` is overwritten with what leaves this layer; returned for the layer that comes
         next, which takes it behind its norm `before`."""
-        return self._add(residual_TE, self.attention.mix(ahead, rotary, step), before)
+        return self.add(residual_TE, self.mix(ahead, rotary, step), before)
 
-    def finish(
-        self,
-        residual_TE: torch.Tensor,
-        ahead: Ahead,
-        rotary: Rotary,
-        step: AttentionStep,
-        reads_N: torch.Tensor,
-    ) -> None:
-        """`forward` of which the rows `reads` [N] int64 at least are right, for the last layer:
-        nobody reads the others any more. Their keys and values are stored."""
-        rows, mixed = residual_TE, self.attention.mix(ahead, rotary, step)
-        if not len(reads_N):
-            return
-        if self._by_token:
-            rows, mixed = (x.index_select(0, reads_N) for x in (residual_TE, mixed))
-        self._add(rows, mixed)
-        if rows is not residual_TE:
-            residual_TE.index_copy_(0, reads_N, rows)
+    def mix(self, ahead: Ahead, rotary: Rotary, step: AttentionStep) -> torch.Tensor:
+        """The first part of `forward`, which needs all tokens: [T, H D] that `add` takes."""
+        return self.attention.mix(ahead, rotary, step)
 
-    def _add(
-        self, rows_TE: torch.Tensor, mixed: torch.Tensor, before: RMSNorm | None = None
+    def add(
+        self, rows_NE: torch.Tensor, mixed_NC: torch.Tensor, before: RMSNorm | None = None
     ) -> Ahead:
-        """Both halves write into the residual stream in place."""
+        """The rest of it, of any tokens where `by_token`, else of all. Both halves write into the
+        residual stream in place."""
         inner = self.attention.output.add(
-            rows_TE, mixed, self.inner_norm, in_pieces=self.feed_forward.takes_pieces
+            rows_NE, mixed_NC, self.inner_norm, in_pieces=self.feed_forward.takes_pieces
         )
-        return self.feed_forward(rows_TE, inner, before)
+        return self.feed_forward(rows_NE, inner, before)
 
     def after_load(self) -> None:
         """Makes what is derived from weights, which are filled now."""

@@ -33,6 +33,13 @@ class OutputHead(Protocol):
         than one."""
 
 
+class LastLayer(OutputHead, Protocol):
+    """The end of a model, from its last layer's attention on."""
+
+    def finish(self, hidden_NE: torch.Tensor, mixed_NC: torch.Tensor) -> None:
+        """Overwrites `hidden` with the states that the head multiplies."""
+
+
 class Logits(ABC):
     """Logits of N positions."""
 
@@ -99,3 +106,35 @@ class HeadLogits(Logits):
 
     def at(self, places: torch.Tensor) -> Logits:
         return HeadLogits(self._head, self._hidden_NE.index_select(0, places))
+
+
+class UnfinishedLogits(Logits):
+    """Logits of positions for which the last layer ends once somebody asks: of those alone that
+    are asked for."""
+
+    def __init__(self, end: LastLayer, hidden_NE: torch.Tensor, mixed_NC: torch.Tensor) -> None:
+        """`hidden` is overwritten."""
+        self._end = end
+        self._left = (hidden_NE, mixed_NC)
+        self._finished: HeadLogits | None = None
+        self.share = end.vocab_share
+
+    def own(self) -> torch.Tensor:
+        return self._finish().own()
+
+    def whole(self) -> torch.Tensor:
+        return self._finish().whole()
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return self._finish().factors()
+
+    def at(self, places: torch.Tensor) -> Logits:
+        if self._finished is not None:
+            return self._finished.at(places)
+        return UnfinishedLogits(self._end, *(x.index_select(0, places) for x in self._left))
+
+    def _finish(self) -> HeadLogits:
+        if self._finished is None:
+            self._end.finish(*self._left)
+            self._finished = HeadLogits(self._end, self._left[0])
+        return self._finished

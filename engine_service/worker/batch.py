@@ -76,6 +76,11 @@ class ForwardBatch:
     pools: PoolPart | None
 
     @property
+    def only_decides(self) -> bool:
+        """Whether nobody but the step's decisions reads hidden states."""
+        return self.scores is None and self.pools is None
+
+    @property
     def reads(self) -> torch.Tensor | None:
         """[N] int64 tokens whose hidden states the step's decisions and scores read; None: all, or
         so many that picking them costs more than it saves. Nothing waits for the device."""

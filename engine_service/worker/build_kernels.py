@@ -135,11 +135,12 @@ def _run(
         longest_first=True,
     )
     batch = bind_batch(layout, put(columns_of(layout), tables.device), tables)
-    hidden = program.forward(batch, batch.reads)
     if not program.stage.is_last:
+        program.forward(batch)
         return
+    states = program.states(batch)
     for part in batch.decides:
         for method in range(len(program.strategies)):
             for wants in kinds:
                 own = replace(part, layout=replace(part.layout, method=method, wants=wants))
-                program.decide(own, program.logits(own, hidden))
+                program.decide(own, program.logits(own, states))

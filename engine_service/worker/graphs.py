@@ -18,7 +18,6 @@ import torch
 
 from engine_service.core.step import Span
 from engine_service.sampling.batch import DecideResult
-from engine_service.sampling.head import HeadLogits
 from engine_service.staging import Arena
 from engine_service.worker.batch import DecidePart, bind_batch, columns_of
 from engine_service.worker.buckets import (
@@ -32,7 +31,7 @@ from engine_service.worker.buckets import (
 )
 from engine_service.worker.checkpoint import Report
 from engine_service.worker.layout import StepLayout, lay_out
-from engine_service.worker.program import StepProgram
+from engine_service.worker.program import States, StepProgram
 from engine_service.worker.shortage import is_out_of_memory
 
 _LOG = logging.getLogger("tidemill.rank")
@@ -47,11 +46,12 @@ Launching it takes the host half a millisecond, while the device computes what i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
-    """A bucket's graphs: with its own decision, and up to what its decision is multiplied from."""
+    """A bucket's graphs: with its own decision, and up to the states that it is made from."""
 
     whole: torch.cuda.CUDAGraph
     result: DecideResult
-    to_hidden: torch.cuda.CUDAGraph
+    to_states: torch.cuda.CUDAGraph
+    states: States
     part: DecidePart
 
 
@@ -76,14 +76,14 @@ class StepGraphs:
         sizes = [Arena.size_of(columns_of(template)) for template in templates.values()]
         self._arena = Arena(max(sizes), device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._hidden = torch.zeros(
-            max(bucket.decided or bucket.tokens for bucket in buckets),
-            program.model.traits.hidden_size,
-            dtype=program.backend.shape.dtype,
-            device=device,
-        )
+        rows = max(bucket.decided or bucket.tokens for bucket in buckets)
+        shape, width = program.backend.shape, program.model.traits.hidden_size
+        self._hidden = torch.zeros(rows, width, dtype=shape.dtype, device=device)
         """Where graphs leave hidden states for what follows them, and those of a later stage find
         what the one ahead has passed on."""
+        decided = max(bucket.decided for bucket in buckets)
+        self._states = States(self._hidden, self._hidden.new_zeros(decided, shape.width))
+        """Where they leave those of decisions, which the last layer may still have to end for."""
         self._captured: dict[tuple[Bucket, int], _Captured] = {}
         self._forwards: dict[Bucket, torch.cuda.CUDAGraph] = {}
         for done, ((bucket, method), template) in enumerate(templates.items()):
@@ -99,7 +99,7 @@ class StepGraphs:
         torch.cuda.synchronize(self._hidden.device)
         for captured in self._captured.values():
             captured.whole.reset()
-            captured.to_hidden.reset()
+            captured.to_states.reset()
         for forward in self._forwards.values():
             forward.reset()
 
@@ -124,10 +124,9 @@ class StepGraphs:
         if is_plain and num_final < _MANY_FINAL:
             captured.whole.replay()
             return captured.result
-        captured.to_hidden.replay()
+        captured.to_states.replay()
         part = replace(captured.part, layout=padded.decides[0])
-        logits = HeadLogits(self._program.model, self._hidden[: bucket.decided])
-        return self._program.decide(part, logits)
+        return self._program.decide(part, self._program.logits_of(captured.states))
 
     def forward(self, layout: StepLayout) -> torch.Tensor | None:
         """[T, E] hidden states of a step whose decision no graph has, to be read before the next
@@ -166,23 +165,22 @@ class StepGraphs:
         self._arena.put(columns)
         program, windows = self._program, self._arena.windows(columns)
 
-        def forward() -> tuple[DecidePart, torch.Tensor]:
+        def forward() -> tuple[DecidePart, States]:
             batch = bind_batch(template, windows, program.tables)
             (part,) = batch.decides
-            return part, program.forward(batch, batch.reads)
+            return part, program.states(batch)
 
         def decided() -> DecideResult:
-            part, hidden = forward()
-            return program.decide(part, program.logits(part, hidden))
+            part, states = forward()
+            return program.decide(part, program.logits(part, states))
 
-        def to_hidden() -> DecidePart:
-            part, hidden = forward()
-            torch.index_select(hidden, 0, part.queries, out=self._hidden[: len(part.queries)])
-            return part
+        def to_states() -> tuple[DecidePart, States]:
+            part, states = forward()
+            return part, states.at(part.queries, out=self._states)
 
         whole, result = self._record(decided)
-        short, part = self._record(to_hidden)
-        return _Captured(whole=whole, result=result, to_hidden=short, part=part)
+        short, (part, states) = self._record(to_states)
+        return _Captured(whole=whole, result=result, to_states=short, states=states, part=part)
 
     @torch.inference_mode()
     def _capture_forward(self, template: StepLayout) -> torch.cuda.CUDAGraph:

@@ -103,7 +103,8 @@ def _graph_bytes(buckets: Sequence[Bucket], model: CausalModel, dtype: torch.dty
     hidden = max(bucket.decided or bucket.tokens for bucket in buckets)
     width = 0 if decides_in_pieces(model) else traits.vocab_size
     num_graphs = sum(2 if bucket.decided else 1 for bucket in buckets)
-    numbers = decided * width + hidden * traits.hidden_size
+    ends = decided * traits.num_heads * traits.head_dim if model.finishes_rows else 0
+    numbers = decided * width + hidden * traits.hidden_size + ends
     return numbers * dtype.itemsize + num_graphs * _BYTES_PER_GRAPH
 
 
@@ -144,12 +145,16 @@ def rehearse(
     if not traits.methods or not stage.is_last:
         return
     part = batch.decides[0]
+    mixed = None
     if traits.mask_token_id is not None:
+        # `StepProgram.states` keeps as much beside them.
+        mixed = hidden.new_empty(len(hidden), backend.shape.width)
         # First the way of plain rows, before all logits exist.
         most = num_logits == resolved.logit_chunk and decides_in_pieces(model)
         num_plain = resolved.logit_budget if most else num_logits
         choose_with_confidence(*_decision(hidden, part, num_plain, model, tables, PLAIN))
     _sample(hidden, part, num_logits, model, tables)
+    del mixed
 
 
 def whole_prompts(num_tokens: int, resolved: ResolvedConfig, traits: ModelTraits) -> list[Span]:

@@ -23,7 +23,7 @@ from engine_service.worker.graphs import StepGraphs
 from engine_service.worker.layout import StepLayout, lay_out, numbered
 from engine_service.worker.outcome import Outcome, Telling, write_tokens
 from engine_service.worker.pooling import split_pooled
-from engine_service.worker.program import StepProgram
+from engine_service.worker.program import States, StepProgram
 
 
 @dataclass(slots=True, eq=False)
@@ -147,9 +147,8 @@ class Runner:
                 handle.awaited.append((layout, links.hear(size)))
             return
         batch = self._bind(layout)
-        if hidden is None:
-            hidden = program.forward(batch, batch.reads)
-        outcome = self._make(batch, hidden)
+        states = program.states(batch) if hidden is None else States(hidden)
+        outcome = self._make(batch, states)
         if links is not None and size:
             links.tell(self._telling.pack(layout, outcome))
         handle.made.append((layout, outcome.each(handle.copies.add)))
@@ -158,14 +157,14 @@ class Runner:
         staged = stage(columns_of(layout), self._tables.device)
         return bind_batch(layout, staged, self._tables)
 
-    def _make(self, batch: ForwardBatch, hidden: torch.Tensor) -> Outcome:
+    def _make(self, batch: ForwardBatch, states: States) -> Outcome:
         """What follows the forward."""
         program, outcome = self._program, Outcome()
         # Scores first: they read tokens that are known, decisions write new ones.
         if batch.scores is not None:
-            outcome.scores = program.score(batch.scores, hidden, self._logit_chunk)
+            outcome.scores = program.score(batch.scores, states.hidden_TE, self._logit_chunk)
         if batch.pools is not None:
-            outcome.pooled = program.pool(batch.pools, hidden)
+            outcome.pooled = program.pool(batch.pools, states.hidden_TE)
         for part in batch.decides:
-            outcome.decided.append(program.decide(part, program.logits(part, hidden)))
+            outcome.decided.append(program.decide(part, program.logits(part, states)))
         return outcome

@@ -11,14 +11,14 @@ from unittest.mock import patch
 import pytest
 
 from benchmarks import in_turn
-from engine_service.models.decoder_layer import Layer
 from engine_service.sampling import sampler
+from engine_service.sampling.head import UnfinishedLogits
 from tests.equivalence.shapes import SHAPES
 from tidemill.llm import LLM
 
 TAKEN = {
     "open_positions": (sampler, "_choose_open", lambda *_: True),
-    "last_layer": (Layer, "finish", lambda *_: True),
+    "last_layer": (UnfinishedLogits, "_finish", lambda *_: True),
 }
 """What is called, and whether the shortcut is taken in a call."""
 

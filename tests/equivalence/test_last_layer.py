@@ -4,6 +4,8 @@ changes nothing that is read, nothing that is stored, and no answer of the engin
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import PropertyMock, patch
@@ -17,7 +19,9 @@ from engine_service.composition import Engine, compose
 from engine_service.config import EngineConfig
 from engine_service.core.params import PoolChoice
 from engine_service.core.step import FULL, Span
+from engine_service.models.decoder import Decoder
 from engine_service.worker.batch import ForwardBatch
+from engine_service.worker.program import States
 from tests.equivalence import pooling
 from tests.equivalence.engine_runs import run
 from tests.equivalence.ranks_in_threads import run_ranks
@@ -104,7 +108,7 @@ def test_control_tokens_that_are_routed_by_the_block_cannot_do_without_the_other
 ) -> None:
     steps = Steps(tmp_path, BY_BLOCK)
     wanted = steps.run(None)[0][0]
-    steps.model._layers[-1]._by_token = True
+    steps.model._layers[-1].by_token = True
     found = steps.run(READS[-1])[0][0]
     assert not torch.allclose(found[READS[-1]], wanted[READS[-1]], atol=100 * CLOSE)
 
@@ -114,9 +118,15 @@ def make_engine(folder: Path, name: str, **flags: Any) -> Engine:
     return compose(EngineConfig(device="cpu", **flags), lambda *stage: None)
 
 
-def computing_all() -> Any:
-    """What is compared with: steps that say that everything is read."""
-    return patch.object(ForwardBatch, "reads", PropertyMock(return_value=None))
+@contextmanager
+def computing_all() -> Iterator[None]:
+    """What is compared with: last layers that end with all tokens, in steps that say that
+    everything is read."""
+    with (
+        patch.object(ForwardBatch, "reads", PropertyMock(return_value=None)),
+        patch.object(Decoder, "finishes_rows", PropertyMock(return_value=False)),
+    ):
+        yield
 
 
 def rows_of(engine: Engine) -> tuple[list[int], list[int]]:
@@ -180,7 +190,7 @@ def test_every_answer_stays(tmp_path: Path, name: str, budget: int | None) -> No
         assert one == pytest.approx(other, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "sdar", "llada"])
+@pytest.mark.parametrize("name", ["qwen3", "llada-guided"])
 def test_control_other_reads_give_other_answers(tmp_path: Path, name: str) -> None:
     knobs, own = SHAPES[name].knobs, ForwardBatch.reads.fget
     assert own is not None
@@ -191,6 +201,20 @@ def test_control_other_reads_give_other_answers(tmp_path: Path, name: str) -> No
 
     wanted = answers(make_engine(tmp_path, name), knobs)
     with patch.object(ForwardBatch, "reads", property(beside)):
+        assert answers(make_engine(tmp_path, name), knobs)[0] != wanted[0]
+
+
+@pytest.mark.parametrize("name", ["sdar", "llada", "dream"])
+def test_control_attention_of_other_tokens_gives_other_answers(tmp_path: Path, name: str) -> None:
+    """Where open positions end the last layer, they do so with what was attended for them."""
+    knobs, own = SHAPES[name].knobs, States.at
+
+    def beside(states: States, queries: torch.Tensor, out: States | None = None) -> States:
+        assert states.mixed_TC is not None
+        return own(states._replace(mixed_TC=states.mixed_TC.roll(1, 0)), queries, out)
+
+    wanted = answers(make_engine(tmp_path, name), knobs)
+    with patch.object(States, "at", beside):
         assert answers(make_engine(tmp_path, name), knobs)[0] != wanted[0]
 
 

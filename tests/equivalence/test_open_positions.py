@@ -17,7 +17,7 @@ from tests.equivalence import test_ranks_in_threads
 from tests.equivalence.engine_runs import run
 from tests.equivalence.ranks_in_threads import run_ranks
 from tests.equivalence.shapes import SHAPES
-from tests.equivalence.test_last_layer import make_engine, write
+from tests.equivalence.test_last_layer import make_engine, rows_of, write
 from tests.equivalence.test_ranks_in_threads import answers
 from tests.sampling_batches import choosing_all
 
@@ -109,15 +109,16 @@ CANVASES = ["llada", "llada-dual", "dream"]
 
 
 @pytest.mark.parametrize("name", ["sdar", "llada2-moe", *CANVASES])
-def test_the_head_gets_the_open_positions(tmp_path: Path, name: str) -> None:
+def test_the_last_layer_and_the_head_get_the_open_positions(tmp_path: Path, name: str) -> None:
     """One of a block falls in each step: 8, 7, ... 1 where one decision follows the other."""
     engine = make_engine(tmp_path, name)
     block = min(8, engine.executor._runner._program.model.traits.mask_block)
     steps = {"block_length": 8, "steps": 16} if name in CANVASES else {"steps": block}
     knobs = [SHAPES[name].knobs | steps | {"remasking": "low_confidence"}]
-    rows = head_rows(engine)
+    rows, (_, ends) = head_rows(engine), rows_of(engine)
     run(engine, [list(range(1, 17))], 16, knobs)
     assert rows == [*range(block, 0, -1)] * (16 // block)
+    assert ends == rows
     alone = sum(rows)
     with choosing_all():
         engine = make_engine(tmp_path, name)

@@ -114,8 +114,8 @@ class PaddedSteps:
         batch = bind_batch(padded, staged, program.tables)
         (bound,) = batch.decides
         with nan_behind(program.backend, len(layout.places)):
-            hidden = program.forward(batch, batch.reads)
-        return program.decide(bound, program.logits(bound, hidden))
+            states = program.states(batch)
+        return program.decide(bound, program.logits(bound, states))
 
     def has_room(self, layout: StepLayout) -> bool:
         buckets = self._buckets

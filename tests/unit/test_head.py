@@ -12,7 +12,7 @@ from torch.nn import functional
 from engine_service.kernels.confidence import Confidence
 from engine_service.sampling import sampler
 from engine_service.sampling.batch import DecideBatch
-from engine_service.sampling.head import HeadLogits, KnownLogits
+from engine_service.sampling.head import HeadLogits, KnownLogits, UnfinishedLogits
 from engine_service.sampling.sampler import choose, choose_with_confidence, token_logprobs
 from tests.sampling_batches import Row, make_batch
 
@@ -204,3 +204,46 @@ def test_log_probabilities_are_those_of_every_position() -> None:
     few = dataclasses.replace(lazy, num_open=2)
     assert (choose_with_confidence(few, draws_of(few)).probs > 0).all()
     assert head.rows == [5]
+
+
+class End(Head):
+    """A last layer that adds, and notes to how many rows."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight)
+        self.finished: list[int] = []
+
+    def finish(self, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
+        self.finished.append(len(hidden))
+        hidden += mixed
+
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.logits(hidden)
+
+
+def test_a_last_layer_ends_once_for_what_is_asked() -> None:
+    """Whatever is asked, and in whatever order: of all positions, or of a few of them."""
+    torch.manual_seed(0)
+    hidden, mixed = torch.randint(-3, 4, (2, 9, 16)).float()
+    end = End(torch.randint(-3, 4, (VOCAB, 16)).float())
+    want = functional.linear(hidden + mixed, end.weight)
+    places = torch.tensor([7, 0, 4])
+
+    def left() -> UnfinishedLogits:
+        end.finished.clear()
+        return UnfinishedLogits(end, hidden.clone(), mixed)
+
+    few = left().at(places)
+    assert end.finished == []
+    x, weight = few.factors() or (hidden, hidden)
+    assert torch.equal(functional.linear(x, weight), want[places])
+    assert torch.equal(few.whole(), want[places])
+    assert end.finished == [3]
+    every = left()
+    assert torch.equal(every.whole(), want)
+    assert torch.equal(every.own(), want)
+    assert torch.equal(every.at(places).whole(), want[places])
+    assert end.finished == [9]
+    twice = left().at(places).at(torch.tensor([2, 1]))
+    assert torch.equal(twice.whole(), want[[4, 0]])
+    assert end.finished == [2]
