@@ -78,7 +78,13 @@ class TritonBackend(AttentionBackend):
         short = parts = None
         if block_m is not None:
             num_programs = len(batch.kv_lens) * self.shape.num_kv_heads
-            short = short_tiles(block_m, self.shape.head_dim, self.shape.dtype, num_programs)
+            short = short_tiles(
+                block_m,
+                self.shape.head_dim,
+                self.shape.dtype,
+                num_programs,
+                batch.max_kv_len,
+            )
             parts = self._parts(batch, window, block_m)
         return TritonPlan(spans, window, short, parts, batch.uniform_query_len == 1, long_queries)
 

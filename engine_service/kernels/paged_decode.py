@@ -38,6 +38,8 @@ from engine_service.kernels.paged_tiles import (
 
 _MIN_SPLIT_KEYS = 256
 """Fewer keys are read faster than their part is handed over."""
+_FEW_KEYS = 384
+"""Up to as many small tiles win even where spans differ: a long one is soon done."""
 _PROGRAMS_PER_SM = MappingProxyType({16: 3, 32: 2, 64: 2, 128: 1})
 """Programs that a multiprocessor holds at a time, by rows of a tile: so many fit its registers and
 shared memory as compiled for compute capability 9.0, 16 bit and head size 128. More wait, and even
@@ -65,11 +67,22 @@ def short_rows(max_query_len: int, group_size: int) -> int | None:
     return rows if rows <= MAX_ROWS else None
 
 
-def short_tiles(block_m: int, head_dim: int, dtype: torch.dtype, num_programs: int = 1) -> Tiles:
+def short_tiles(
+    block_m: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    num_programs: int = 1,
+    max_kv_len: int | None = None,
+) -> Tiles:
     """The default cut for `short_rows`. `num_programs`, spans times key-value heads, decides
-    whether tiles with fewer loads in flight, or fewer keys, let all of them run at once."""
+    whether tiles with fewer loads in flight, or fewer keys, let all of them run at once;
+    `max_kv_len`, None where it is not known, whether one of them with many keys would then be late.
+    """
     if dtype == torch.float32:
         return Tiles(block_m, 16 if head_dim > 128 else 32, 4 if block_m < 64 else 8, 2)
+    has_few = max_kv_len is not None and max_kv_len <= _FEW_KEYS
+    if has_few and block_m == 32 and head_dim <= 128 and num_programs >= 512:
+        return Tiles(block_m, 16, num_warps=2, num_stages=3)
     crowded = block_m < 64 and 384 <= num_programs < 1024
     if crowded and block_m == 16 and head_dim <= 128:
         return Tiles(block_m, 64, num_warps=2, num_stages=2)

@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from engine_service.attention.triton import TritonBackend
 from engine_service.core.step import FULL, Span
 from engine_service.kernels.paged_attention import long_tiles, paged_attention_triton
 from engine_service.kernels.paged_decode import (
-    count_splits,
     new_parts,
     paged_decode_triton,
     short_rows,
@@ -172,9 +170,12 @@ def test_short_queries(
     close(step.short(num_splits, tiles, repeats=2), step.want())
 
 
+@pytest.mark.parametrize("max_keys", [None, 384])
 @pytest.mark.parametrize("num_programs", [1, 384, 1024])
 @pytest.mark.parametrize("block", [1, 4, 8, 32])
-def test_cuts_for_many_programs(block: int, num_programs: int, seed: int) -> None:
+def test_cuts_for_many_programs(
+    block: int, num_programs: int, max_keys: int | None, seed: int
+) -> None:
     """Blocks of several lengths, whose tiles are cut by how many programs there are."""
     spans = [
         Span(row, start, start + block, start + block, block, 0, 0)
@@ -183,7 +184,7 @@ def test_cuts_for_many_programs(block: int, num_programs: int, seed: int) -> Non
     step = problem(spans, seed, heads=(4, 1), head_dim=64, dtype=torch.bfloat16)
     rows = short_rows(block, 4)
     assert rows is not None
-    tiles = short_tiles(rows, step.shape.head_dim, torch.bfloat16, num_programs)
+    tiles = short_tiles(rows, step.shape.head_dim, torch.bfloat16, num_programs, max_keys)
     close(step.short(2, tiles), step.want())
 
 
@@ -349,44 +350,3 @@ def test_a_captured_step_serves_others(longest: int, seed: int) -> None:
         first.q.copy_(other.q)
         graph.replay()
         close(out, other.want())
-
-
-def test_tiles_fit_their_kernels() -> None:
-    for head_dim, dtype in product((32, 64, 128, 192, 256), TOLERANCE):
-        for rows in (16, 32, 64, 128):
-            for num_programs in (1, 384, 1024):
-                tiles = short_tiles(rows, head_dim, dtype, num_programs)
-                assert tiles.block_m == rows
-                staged = (rows + 2 * tiles.num_stages * tiles.block_n) * max(head_dim, 16)
-                assert staged * dtype.itemsize < 200_000
-        tiles = long_tiles(head_dim, dtype)
-        staged = (tiles.block_m + 2 * tiles.num_stages * tiles.block_n) * head_dim
-        assert staged * dtype.itemsize < 200_000
-
-
-def test_rows_of_short_queries() -> None:
-    assert [short_rows(*pair) for pair in ((1, 1), (1, 8), (4, 4), (4, 5), (32, 4))] == [
-        16,
-        16,
-        16,
-        32,
-        128,
-    ]
-    assert short_rows(33, 4) is None
-
-
-def test_splits_fill_the_device_and_stay_worth_it() -> None:
-    one_query = partial(count_splits, block_m=16, num_sms=132)
-    assert one_query(1, 8, 300) == 1
-    assert one_query(1, 8, 2000) == 7
-    assert one_query(1, 8, 100_000) == 16
-    assert one_query(8, 8, 16_384) == 6
-    assert one_query(256, 8, 4096) == 1
-
-
-def test_larger_tiles_are_split_less_often() -> None:
-    """Sixteen blocks of 16, 32 and more queries: fewer of their programs run at once."""
-    splits = [count_splits(16, 8, 4096, block_m=rows, num_sms=132) for rows in (16, 32, 64, 128)]
-    assert splits == [3, 2, 2, 1]
-    assert count_splits(1, 8, 1024, block_m=128, num_sms=132) == 4
-    assert count_splits(200, 8, 4096, block_m=128, num_sms=132) == 1
