@@ -21,6 +21,8 @@ H200 = Ceilings(bytes_per_s=4.27e12, flop_per_s=803e12, source="test")
 DIGESTS = {
     "mixed256": "2e72fde72369c1a1",
     "b1_128_256": "a32d0ba6338e28f3",
+    "b1_512_512": "58f2d019a8419eb7",
+    "b8_128_128": "bb90e2bb75834d8f",
     "b8_128_256": "fdfbe5848a29543a",
     "b32_128_256": "2f9b4c568edd3ead",
     "b128_128_256": "1ec9cc413e4ee74e",

@@ -70,6 +70,8 @@ SETS: Mapping[str, Callable[[], Draw]] = MappingProxyType(
     {
         "mixed256": partial(mixed, 256, 100, 1024, 0),
         "b1_128_256": partial(fixed, 1, 128, 256),
+        "b1_512_512": partial(fixed, 1, 512, 512),
+        "b8_128_128": partial(fixed, 8, 128, 128),
         "b8_128_256": partial(fixed, 8, 128, 256),
         "b32_128_256": partial(fixed, 32, 128, 256),
         "b128_128_256": partial(fixed, 128, 128, 256),
