@@ -18,9 +18,9 @@ Int32 = Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)]
 
 
 class Body(BaseModel):
-    """Any request body."""
+    """Any request body. What is said of its fields stands in the OpenAPI document too."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model_config = ConfigDict(extra="allow", protected_namespaces=(), use_attribute_docstrings=True)
     not_served: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType({})
     """Parameters of this API alone that are refused, with the values that ask for nothing."""
     other_names: ClassVar[Mapping[str, str]] = MappingProxyType({})

@@ -63,6 +63,17 @@ async def test_every_reference_is_found(document: Any) -> None:
         find(document, "#/components/schemas/ToolBody")
 
 
+async def test_what_fields_mean_is_told(document: Any) -> None:
+    """Of bodies and of their parts; a field of which nothing is said has only a type."""
+    chat = body_of(document, "/v1/chat/completions")["properties"]
+    assert chat["top_k"]["description"] == "0 or -1 turns the filter off."
+    assert "description" not in chat["temperature"]
+    responses = body_of(document, "/v1/responses")["properties"]
+    assert "starting_after" in responses["background"]["description"]
+    options = document["components"]["schemas"]["ChatBody.StreamOptions"]["properties"]
+    assert "usage" in options["include_usage"]["description"]
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_bodies_that_are_served_fit_the_document(document: Any, path: str) -> None:
     schema = body_of(document, path)
