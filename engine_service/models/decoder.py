@@ -106,13 +106,13 @@ class Decoder(CausalModel):
     ) -> torch.Tensor:
         mixed_TC = self.mix(hidden_TE, positions_T, step)
         # Layers of the stages behind this one take keys and values from all that it passes on.
-        is_unread = self._decides and reads_N is not None and not len(reads_N)
-        if reads_N is None or not (self.finishes_rows or is_unread):
+        reads = reads_N if self._decides else None
+        if reads is None or (len(reads) and not self.finishes_rows):
             self.finish(hidden_TE, mixed_TC)
-        elif not is_unread:
-            rows_NE, mixed_NC = (x.index_select(0, reads_N) for x in (hidden_TE, mixed_TC))
+        elif len(reads):
+            rows_NE, mixed_NC = (x.index_select(0, reads) for x in (hidden_TE, mixed_TC))
             self.finish(rows_NE, mixed_NC)
-            hidden_TE.index_copy_(0, reads_N, rows_NE)
+            hidden_TE.index_copy_(0, reads, rows_NE)
         return hidden_TE
 
     @property

@@ -145,10 +145,10 @@ def rehearse(
     if not traits.methods or not stage.is_last:
         return
     part = batch.decides[0]
-    mixed = None
-    if traits.mask_token_id is not None:
-        # `StepProgram.states` keeps as much beside them.
-        mixed = hidden.new_empty(len(hidden), backend.shape.width)
+    reveals = traits.mask_token_id is not None
+    # What `StepProgram.states` keeps beside them then.
+    mixed = hidden.new_empty(len(hidden), backend.shape.width if reveals else 0)
+    if reveals:
         # First the way of plain rows, before all logits exist.
         most = num_logits == resolved.logit_chunk and decides_in_pieces(model)
         num_plain = resolved.logit_budget if most else num_logits
