@@ -32,6 +32,7 @@ class HandModel:
     Attention plays no part."""
 
     vocab_share = None
+    finishes_rows = False
 
     def __init__(self, shift: int = 1) -> None:
         self.traits = SimpleNamespace(logits_shift=shift, windows=(None,))
