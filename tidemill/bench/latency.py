@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_service.config import EngineConfig
 from tidemill.bench.engines import open_engine
+from tidemill.bench.percentiles import percentiles_ms
 from tidemill.bench.probe import Arrivals, watch_arrivals
 from tidemill.bench.sets import RequestSet, fixed, request_sets
 from tidemill.runtime.errors import InvalidRequest
@@ -24,8 +25,6 @@ from tidemill.runtime.options import Listed
 
 if TYPE_CHECKING:
     from tidemill.llm import LLM
-
-_PERCENTS = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +123,12 @@ def summarize(arrivals: Arrivals) -> dict[str, Any]:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Milliseconds: mean, percentiles (the least value that so many per cent do not exceed) and
-    the largest; None without values."""
+    """Milliseconds: mean, percentiles and the largest; None without values."""
     if not seconds:
         return None
-    ordered = sorted(seconds)
-    ranks = {f"p{p}": ordered[-(-p * len(ordered) // 100) - 1] for p in _PERCENTS}
-    found = {"mean": mean(ordered), **ranks, "max": ordered[-1]}
-    return {name: round(value * 1e3, 3) for name, value in found.items()}
+    around = {"mean": mean(seconds), "max": max(seconds)}
+    whole = {name: round(1e3 * value, 3) for name, value in around.items()}
+    return {"mean": whole["mean"], **percentiles_ms(seconds), "max": whole["max"]}
 
 
 def table(result: dict[str, Any]) -> list[tuple[str, str]]:
