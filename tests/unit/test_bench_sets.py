@@ -143,6 +143,13 @@ def test_no_bound_where_nothing_is_known() -> None:
     (requests,) = request_sets("b1_128_256")
     assert bound(read_shape("qwen3-8b"), requests, None) is None
     assert bound({"architectures": ["SDARForCausalLM"]}, requests, H200) is None
+    qwen, mistral = read_shape("qwen3-8b"), {"architectures": ["MistralForCausalLM"]}
+    assert bound({**qwen, "sliding_window": 4096}, requests, H200) is not None  # it is off
+    window = {"sliding_window": 4096, "use_sliding_window": True}
+    assert bound({**qwen, **window}, requests, H200) is None
+    del qwen["use_sliding_window"], qwen["sliding_window"]
+    assert bound({**qwen, **mistral}, requests, H200) is not None
+    assert bound({**qwen, **mistral, "sliding_window": 4096}, requests, H200) is None
     assert as_figures(None, 1.0)["bound_ratio"] is None
     assert as_figures(Bound(prefill_s=1.0, decode_s=2.0), 4.0)["bound_ratio"] == 0.75
     assert ceilings_of("cpu") is None

@@ -64,8 +64,12 @@ class _Work:
 
 
 def read_work(config: Mapping[str, Any]) -> _Work | None:
-    """None for an architecture whose cost this model does not describe."""
-    if config.get("architectures", [""])[0] not in _DENSE:
+    """None for an architecture whose cost this model does not describe, and for layers that see no
+    more than a window: those could be faster."""
+    architecture = config.get("architectures", [""])[0]
+    # Qwen's configs name a window that is off unless they say otherwise.
+    is_on = config.get("use_sliding_window", architecture == "MistralForCausalLM")
+    if architecture not in _DENSE or (is_on and config.get("sliding_window") is not None):
         return None
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
