@@ -56,5 +56,5 @@ def test_every_span_that_is_sent_is_counted() -> None:
 
 
 def test_too_few_rounds_have_no_spread() -> None:
-    with pytest.raises(InvalidRequest, match="2 rounds"):
+    with pytest.raises(InvalidRequest, match="at least 2 works"):
         run(TracingOptions(rounds=1))

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine_service.config import EngineConfig
+from tidemill.bench.bounds import OneOrMore
 from tidemill.bench.engines import open_engine
 from tidemill.bench.probe import counted, watch_kv
 from tidemill.bench.sets import MAX_TOKEN_ID, RequestSet, request_sets
@@ -42,13 +43,13 @@ class BatchingOptions:
     """Model shape with random weights instead of --model."""
     seats: Listed = "8,16,32,64"
     """Requests that run at a time (--max-rows); one engine and one row of figures per number."""
-    per_seat: int = 8
+    per_seat: OneOrMore = 8
     """Requests in all, as a multiple of the seats."""
-    input_len: int = 128
+    input_len: OneOrMore = 128
     """Prompt tokens per request."""
-    shortest: int = 16
+    shortest: OneOrMore = 16
     """Least output tokens of a request."""
-    longest: int = 1024
+    longest: OneOrMore = 1024
     """Most output tokens of a request."""
     kv_set: Listed = "mixed256"
     """Request set on which the use of KV slots is measured; none leaves that out."""

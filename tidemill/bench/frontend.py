@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import tidemill
+from tidemill.bench.bounds import AboveZero, OneOrMore
 from tidemill.bench.chats import grpc_chat, grpc_path, http_chat
 from tidemill.bench.clock import write_clock
 from tidemill.bench.clock_engine import ClockEngine, clock_engine
@@ -50,19 +51,19 @@ _PACKAGES = (
 class FrontendOptions:
     """What is measured."""
 
-    frontends: int = 2
+    frontends: OneOrMore = 2
     """Everything is measured with one process, and the full loads again with this many."""
-    concurrency: int = 64
+    concurrency: OneOrMore = 64
     """Unary chats that are open at any time, for each frontend."""
-    answer_len: int = 8
+    answer_len: OneOrMore = 8
     """Tokens of a unary answer; steps take 5 ms."""
-    streams: int = 256
+    streams: OneOrMore = 256
     """Streams that are open at any time, for each frontend; answers have 128 to 384 tokens."""
-    sse_tokens_per_s: int = 40_000
+    sse_tokens_per_s: OneOrMore = 40_000
     """Tokens that the engine sends each frontend for its SSE streams."""
-    grpc_tokens_per_s: int = 50_000
+    grpc_tokens_per_s: OneOrMore = 50_000
     """The same for gRPC streams."""
-    seconds: float = 8.0
+    seconds: AboveZero = 8.0
     """Length of each measurement, after a quarter of it as warm-up."""
 
 

@@ -14,6 +14,7 @@ from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
+from tidemill.bench.bounds import OneOrMore
 from tidemill.bench.roofline import Ceilings, ceilings_as_figures, ceilings_of
 from tidemill.runtime.errors import Unsupported
 
@@ -37,7 +38,7 @@ class KernelsOptions:
     """Measure the kernels whose names contain this."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Number format."""
-    page_size: int = 64
+    page_size: OneOrMore = 64
     """Tokens per KV page."""
 
 

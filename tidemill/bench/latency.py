@@ -16,6 +16,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from engine_service.config import EngineConfig
+from tidemill.bench.bounds import OneOrMore, ZeroOrMore
 from tidemill.bench.engines import open_engine
 from tidemill.bench.percentiles import percentiles_ms
 from tidemill.bench.probe import Arrivals, watch_arrivals
@@ -35,15 +36,15 @@ class LatencyOptions:
     """Model shape with random weights instead of --model."""
     set: Listed | None = None
     """Request sets, separated by commas, each submitted at once; without it, equal requests."""
-    input_len: int = 128
+    input_len: OneOrMore = 128
     """Prompt tokens per equal request."""
-    output_len: int = 128
+    output_len: OneOrMore = 128
     """Generated tokens per equal request."""
     concurrency: Listed = "1,32"
     """Equal requests alive at a time; one row of figures per number."""
-    rounds: int = 4
+    rounds: OneOrMore = 4
     """Equal requests in all, as a multiple of the concurrency."""
-    temperature: float = 0.6
+    temperature: ZeroOrMore = 0.6
     """Sampling temperature."""
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine_service.config import EngineConfig
+from tidemill.bench.bounds import OneOrMore, ZeroOrMore
 from tidemill.bench.engines import open_engine
 from tidemill.bench.percentiles import percentiles_ms
 from tidemill.bench.services import Services, services_of
@@ -35,19 +36,19 @@ class OnlineOptions:
     shape: str | None = None
     """Model shape with random weights instead of --model: qwen3-0.6b, qwen3-8b, qwen3-32b, or a
     config.json."""
-    requests: int = 256
+    requests: OneOrMore = 256
     """Equal requests."""
-    input_len: int = 128
+    input_len: OneOrMore = 128
     """Prompt tokens per equal request."""
-    output_len: int = 256
+    output_len: OneOrMore = 256
     """Generated tokens per equal request."""
-    concurrency: int = 256
+    concurrency: OneOrMore = 256
     """Streams that are open at the same time; also max_rows, where that is not given."""
-    frontends: int = 1
+    frontends: OneOrMore = 1
     """Frontend processes that share the streams, each with a client process of its own."""
-    temperature: float = 0.6
+    temperature: ZeroOrMore = 0.6
     """Temperature of all requests."""
-    repeats: int = 2
+    repeats: OneOrMore = 2
     """Runs of each kind; the best one counts."""
 
 

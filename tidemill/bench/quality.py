@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine_service.model_folder import check_model
+from tidemill.bench.bounds import OneOrMore
 from tidemill.bench.tasks import Item, held_out, is_correct
 from tidemill.runtime.errors import InvalidRequest
 
@@ -25,9 +26,9 @@ class QualityOptions:
 
     model: str = "demo"
     """Built-in model, local folder, or hub id."""
-    items: int = 2000
+    items: OneOrMore = 2000
     """Held-out items, spread evenly over the tasks."""
-    max_tokens: int = 96
+    max_tokens: OneOrMore = 96
     """Longest answer."""
     params: dict[str, Any] = field(default_factory=dict)
     """Knobs of the decoding method, as JSON, for example {"threshold": 0.9}."""

@@ -8,48 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import platform
-import socket
 import struct
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
-from statistics import quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import psutil
 import uvloop
 
+from tidemill.bench.bounds import AboveZero, OneOrMore
+from tidemill.bench.percentiles import percentiles_ms
+from tidemill.bench.simulated import simulated_engine
+from tidemill.runtime.errors import InvalidRequest
 from tidemill.runtime.rpc import channel_options
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc
 
-_MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 32_000,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "hidden_act": "silu",
-    "eos_token_id": 2,
-    "torch_dtype": "float32",
-}
+_Made = TypeVar("_Made")
 _START_S = 120.0
 
 
@@ -57,15 +39,15 @@ _START_S = 120.0
 class StackOptions:
     """What is measured."""
 
-    requests: int = 256
+    requests: OneOrMore = 256
     """Requests that are alive at any time."""
-    step_ms: float = 5.0
+    step_ms: AboveZero = 5.0
     """Step time of the simulated executor."""
-    seconds: float = 8.0
+    seconds: AboveZero = 8.0
     """Length of each measurement, after a quarter of it as warm-up."""
-    prompt_len: int = 32
+    prompt_len: OneOrMore = 32
     """Prompt tokens per request."""
-    output_len: int = 1024
+    output_len: OneOrMore = 1024
     """Output tokens per request; a new one follows at once."""
 
 
@@ -81,14 +63,14 @@ class _Meter:
         self._processes = (server, server.children()[0])
         self._open = False
         self.tokens = self.messages = 0
-        self.delays_ms: list[float] = []
+        self.delays_s: list[float] = []
 
     def count(self, num_tokens: int, sent_unix_ns: int) -> None:
         if self._open:
             self.tokens += num_tokens
             self.messages += 1
             if sent_unix_ns:
-                self.delays_ms.append((time.time_ns() - sent_unix_ns) / 1e6)
+                self.delays_s.append((time.time_ns() - sent_unix_ns) / 1e9)
 
     async def measure(self, options: StackOptions) -> dict[str, Any]:
         """Waits for the warm-up and the window; the figures of the window."""
@@ -115,25 +97,26 @@ class _Meter:
             "client_cpu_us_per_token": round(client_s * 1e6 / tokens, 3),
             "messages_per_s": round(self.messages / wall, 1),
         }
-        if len(self.delays_ms) > 1:
-            percents = quantiles(self.delays_ms, n=100)
-            figures["delivery_ms_p50"] = round(percents[49], 3)
-            figures["delivery_ms_p99"] = round(percents[98], 3)
-        return figures
+        delays = percentiles_ms(self.delays_s, (50, 99))
+        return figures | {f"delivery_ms_{name}": delay for name, delay in delays.items()}
 
     def _cpu(self) -> tuple[float, ...]:
         return tuple([sum(process.cpu_times()[:2]) for process in self._processes])
 
 
 def run(options: StackOptions) -> dict[str, Any]:
-    """Starts an engine, measures Session and Generate one after the other, and stops it."""
+    """Starts an engine, measures Session and Generate one after the other, and stops it.
+
+    Raises InvalidRequest for requests that the engine refuses, RuntimeError where it does not
+    start.
+    """
     return uvloop.run(_run(options))
 
 
 def table(figures: dict[str, Any]) -> list[tuple[str, str]]:
     """The rows that a terminal shows."""
     session, generate = figures["session"], figures["generate"]
-    delivery = f"{session['delivery_ms_p50']} p50 {session['delivery_ms_p99']} p99"
+    delivery = f"{session.get('delivery_ms_p50')} p50 {session.get('delivery_ms_p99')} p99"
     return [
         ("ideal tok/s", f"{figures['ideal_tokens_per_s']:,.0f}"),
         ("Session tok/s", f"{session['tokens_per_s']:,.0f}"),
@@ -158,16 +141,11 @@ async def _run(options: StackOptions) -> dict[str, Any]:
             "load_average_at_start": os.getloadavg()[0],
         },
     }
-    with _engine(options) as (process, port):
+    with simulated_engine(options.step_ms, options.requests) as (process, port):
         for name, drive in (("session", _drive_session), ("generate", _drive_generate)):
-            async with _stubs(port) as (stub, engine_facts):
+            async with _stubs(process, port) as (stub, engine_facts):
                 meter = _Meter(psutil.Process(process.pid), partial(_load, engine_facts))
-                driving = asyncio.create_task(drive(stub, options, meter))
-                try:
-                    results[name] = await meter.measure(options)
-                finally:
-                    driving.cancel()
-                    await asyncio.gather(driving, return_exceptions=True)
+                results[name] = await _while(drive(stub, options, meter), meter.measure(options))
     session, generate = results["session"], results["generate"]
     for name in ("ratio_to_ideal", "core_host_ms_per_step", "rank_cpu_ms_per_step"):
         results[name] = session[name]
@@ -176,33 +154,22 @@ async def _run(options: StackOptions) -> dict[str, Any]:
     return results
 
 
-@contextmanager
-def _engine(options: StackOptions) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        words = {
-            "model": folder,
-            "executor": "simulated",
-            "simulated-step-ms": options.step_ms,
-            "max-rows": options.requests,
-            "engine-port": port,
-            "drain-timeout-s": 1,
-            "log-level": "error",
-        }
-        flags = [f"--{name}={value}" for name, value in words.items()]
-        process = subprocess.Popen([sys.executable, "-m", "engine_service", *flags])
-        try:
-            yield process, port
-        finally:
-            process.terminate()
-            process.wait(10)
+async def _while(driving: Awaitable[None], measuring: Awaitable[_Made]) -> _Made:
+    """What is measured while requests are driven; raises what ends them before."""
+    driven, measured = asyncio.ensure_future(driving), asyncio.ensure_future(measuring)
+    try:
+        await asyncio.wait((driven, measured), return_when=asyncio.FIRST_COMPLETED)
+        if driven.done():
+            driven.result()
+        return await measured
+    finally:
+        driven.cancel()
+        measured.cancel()
+        await asyncio.gather(driven, measured, return_exceptions=True)
 
 
 @asynccontextmanager
-async def _stubs(port: int) -> AsyncIterator[tuple[Any, Any]]:
+async def _stubs(process: subprocess.Popen[bytes], port: int) -> AsyncIterator[tuple[Any, Any]]:
     """EngineService and EngineInfoService of an engine that is up."""
     options = channel_options(64 << 20)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
@@ -213,8 +180,8 @@ async def _stubs(port: int) -> AsyncIterator[tuple[Any, Any]]:
                 await facts.GetEngineInfo(pb.GetEngineInfoRequest(), timeout=5)
                 break
             except grpc.aio.AioRpcError as error:
-                if time.monotonic() > give_up:
-                    raise TimeoutError(f"the engine is not up: {error.details()}") from error
+                if process.poll() is not None or time.monotonic() > give_up:
+                    raise RuntimeError(f"the engine is not up: {error.details()}") from error
                 await asyncio.sleep(0.2)
         yield engine_pb2_grpc.EngineServiceStub(channel), facts
 
@@ -262,7 +229,7 @@ async def _drive_session(stub: Any, options: StackOptions, meter: _Meter) -> Non
             await submit()
         while (frame := await call.read()) is not grpc.aio.EOF:
             if frame.HasField("failed"):
-                raise RuntimeError(f"refused: {frame.failed.message}")
+                raise InvalidRequest(frame.failed.message)
             if not frame.HasField("step"):
                 continue
             step, offset = frame.step, 0

@@ -18,6 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from engine_service.config import EngineConfig
+from tidemill.bench.bounds import OneOrMore, ZeroOrMore
 from tidemill.bench.engines import open_engine
 from tidemill.bench.probe import timed, watch_arrivals
 from tidemill.bench.sets import RequestSet, fixed
@@ -42,15 +43,15 @@ class StepOptions:
 
     shape: str | None = None
     """Model shape with random weights instead of --model."""
-    rows: int = 32
+    rows: OneOrMore = 32
     """Requests that decode together."""
-    context: int = 256
+    context: OneOrMore = 256
     """Prompt tokens of each; those whose prompts are computed first are some tokens ahead."""
-    steps: int = 64
+    steps: OneOrMore = 64
     """Measured steps."""
-    tokens_per_step: int = 1
+    tokens_per_step: OneOrMore = 1
     """Most tokens a step gives a request: the block length of block diffusion."""
-    temperature: float = 0.6
+    temperature: ZeroOrMore = 0.6
     """Sampling temperature."""
     profile: bool = False
     """Run as many steps again under torch.profiler and group the device's kernels by name."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from engine_service.config import EngineConfig
 from tidemill.bench import beside_transformers
+from tidemill.bench.bounds import OneOrMore, ZeroOrMore
 from tidemill.bench.engines import OpenEngine, open_engine
 from tidemill.bench.probe import KVUse, watch_kv
 from tidemill.bench.roofline import as_figures, bound, ceilings_as_figures, ceilings_of
@@ -38,17 +39,17 @@ class ThroughputOptions:
     shape: str | None = None
     """Model shape with random weights instead of --model: qwen3-0.6b, qwen3-8b, qwen3-32b, sdar-8b,
     llada-8b, llada2-mini, ling-mini, or a config.json."""
-    temperature: float = 0.6
+    temperature: ZeroOrMore = 0.6
     """Temperature of the sets."""
-    repeats: int | None = None
+    repeats: OneOrMore | None = None
     """Timed runs: the best of 2 counts for sets, the median of 5 otherwise."""
-    requests: int = 32
+    requests: OneOrMore = 32
     """Equal requests that run together."""
-    input_len: int = 64
+    input_len: OneOrMore = 64
     """Prompt tokens per equal request."""
-    output_len: int = 128
+    output_len: OneOrMore = 128
     """Generated tokens per equal request."""
-    threads: int = 2
+    threads: OneOrMore = 2
     """Torch threads on CPU, for equal requests."""
     against: Literal["none", "transformers"] = "transformers"
     """Peer that runs the same equal requests in the same process."""

@@ -14,10 +14,10 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from engine_service.config import EngineConfig
-from tidemill.runtime.errors import InvalidRequest
+from tidemill.bench.bounds import AboveZero, Bounds, OneOrMore, Share, check_bounds
 
 OFF, SAMPLED, ALWAYS = "off", "sampled", "always"
 _SETTLE_S = 6.0
@@ -30,17 +30,17 @@ _LENGTH = 16
 class TracingOptions:
     """What is measured."""
 
-    rounds: int = 10
+    rounds: Annotated[int, Bounds(least=2)] = 10
     """Rounds that count; one more is made ahead of them."""
-    requests: int = 500
+    requests: OneOrMore = 500
     """Streamed completions per round and setting."""
-    rate: float = 125.0
+    rate: AboveZero = 125.0
     """How many of them begin per second, at even distances."""
-    output_len: int = 16
+    output_len: OneOrMore = 16
     """Tokens per answer."""
-    step_ms: float = 5.0
+    step_ms: AboveZero = 5.0
     """Step time of the simulated engine."""
-    sample_ratio: float = 0.01
+    sample_ratio: Share = 0.01
     """Share of the requests that are traced in the setting `sampled`."""
 
 
@@ -53,8 +53,7 @@ def run(options: TracingOptions) -> dict[str, Any]:
     from tidemill.bench.collector import collector
     from tidemill.bench.services import Services, services_of
 
-    if options.rounds < 2 or options.requests < 1 or options.rate <= 0:
-        raise InvalidRequest("takes 2 rounds, 1 request and a rate above 0 at least")
+    check_bounds(options)
     rounds: list[dict[str, dict[str, float]]] = []
     spans: dict[str, int] = {}
     with ExitStack() as stack:

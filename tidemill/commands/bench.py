@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from engine_service.config import EngineConfig
+from tidemill.bench.bounds import check_bounds
 from tidemill.bench.context import context
 from tidemill.bench.engines import NOT_MEASURED, NOT_SERVED
 from tidemill.commands.foreign_flags import ADVICE
@@ -95,6 +96,7 @@ def run(argv: Sequence[str]) -> int:
     chosen, report, *engine = options.parse(
         kinds, rest, prog=prog, hidden=hidden, advice=ADVICE, spellings=SPELLINGS
     )
+    check_bounds(chosen)
     if report.json:
         _check_place(Path(report.json))
     with unread_progress() if report.json else nullcontext():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Literal
 
+from tidemill.bench.bounds import AboveZero, Bounds, OneOrMore, Share, ZeroOrMore, check_bounds
 from tidemill.bench.traffic import points as planned
 from tidemill.bench.traffic.asked import Lengths, read_trace
 from tidemill.runtime.errors import InvalidRequest
@@ -22,24 +23,6 @@ LOADS = MappingProxyType(
     }
 )
 """What the load of a point is, by the option that asks for it."""
-_LEAST: MappingProxyType[str, float] = MappingProxyType(
-    {
-        "arrival_cv": 0,
-        "warm_up_s": 0,
-        "length_spread": 0,
-        "temperature": 0,
-        "input_len": 1,
-        "output_len": 1,
-        "vocab_size": 1,
-        "clients": 1,
-        "frontends": 1,
-        "data_parallel_size": 1,
-    }
-)
-_MOST: MappingProxyType[str, float] = MappingProxyType(
-    {"length_spread": 1, "vocab_size": _MAX_VOCAB}
-)
-_MORE_THAN_0 = ("seconds", "timeout_s", "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +38,7 @@ class ServeOptions:
     """Token ids to complete, which have exact lengths, or chats."""
     rate: Listed | None = None
     """Open loop: requests per second, several rates separated by commas."""
-    arrival_cv: float = 1.0
+    arrival_cv: ZeroOrMore = 1.0
     """Coefficient of variation of the times between requests of --rate: 1 Poisson, 0 even, above 1
     in bursts (gamma-distributed)."""
     concurrency: Listed | None = None
@@ -65,31 +48,31 @@ class ServeOptions:
     """Open loop: JSONL file of {"t_s", "output_len"} with "input_len", "prompt" or "messages"."""
     speed: Listed = "1"
     """How many times as fast the trace is played, several factors separated by commas."""
-    seconds: float | None = None
+    seconds: AboveZero | None = None
     """Length of the measured window; default 30, and a trace is played to its end."""
-    warm_up_s: float = 5.0
+    warm_up_s: ZeroOrMore = 5.0
     """Load ahead of the window, which is left out of the figures."""
-    input_len: int = 128
+    input_len: OneOrMore = 128
     """Prompt tokens; words of a chat."""
-    output_len: int = 128
+    output_len: OneOrMore = 128
     """Tokens per answer."""
-    length_spread: float = 0.0
+    length_spread: Share = 0.0
     """Both lengths are drawn evenly from this share below to this share above (0 to 1)."""
-    vocab_size: int = 256
+    vocab_size: Annotated[int, Bounds(least=1, most=_MAX_VOCAB)] = 256
     """Prompts hold random token ids below this; the default fits every model."""
-    temperature: float = 0.0
+    temperature: ZeroOrMore = 0.0
     """Temperature of all requests."""
     ignore_eos: bool = True
     """Ask for answers of full length; --no-ignore-eos for servers that refuse the field."""
-    slo_ttft_ms: float | None = None
+    slo_ttft_ms: AboveZero | None = None
     """Goodput: longest time to the first token."""
-    slo_tpot_ms: float | None = None
+    slo_tpot_ms: AboveZero | None = None
     """Goodput: longest time per output token."""
-    slo_e2e_ms: float | None = None
+    slo_e2e_ms: AboveZero | None = None
     """Goodput: longest time to the end."""
-    clients: int = 1
+    clients: OneOrMore = 1
     """Client processes that share the load."""
-    timeout_s: float = 600.0
+    timeout_s: AboveZero = 600.0
     """Of one request, from when it was due."""
     served_model: str | None = None
     """Name in the requests; default: the first one that the server lists."""
@@ -108,9 +91,9 @@ class ServeOptions:
     """PNG file for a picture (needs matplotlib)."""
     shape: str | None = None
     """Without --url: model shape with random weights instead of --model, as of `bench online`."""
-    frontends: int = 1
+    frontends: OneOrMore = 1
     """Without --url: frontend processes that share the load."""
-    data_parallel_size: int = 1
+    data_parallel_size: OneOrMore = 1
     """Without --url: engines behind them, as of `tidemill serve`."""
 
     @property
@@ -150,16 +133,7 @@ def points_of(options: ServeOptions) -> tuple[str, list[planned.Point]]:
 
 
 def _check(options: ServeOptions) -> None:
-    for name, bound in _LEAST.items():
-        if (value := getattr(options, name)) < bound:
-            raise InvalidRequest(f"{name} is {value}; at least {bound} works", param=name)
-    for name, bound in _MOST.items():
-        if (value := getattr(options, name)) > bound:
-            raise InvalidRequest(f"{name} is {value}; at most {bound} works", param=name)
-    for name in _MORE_THAN_0:
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise InvalidRequest(f"{name} is {value}; it has to be above 0", param=name)
+    check_bounds(options)
     for url in options.urls:
         if not url.startswith(("http://", "https://")):
             raise InvalidRequest(f"{url!r} does not begin with http:// or https://", param="url")
