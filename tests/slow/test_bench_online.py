@@ -17,9 +17,10 @@ REQUESTS, INPUT_LEN, OUTPUT_LEN, STEP_MS = 24, 20, 50, 20
 @pytest.mark.slow
 @pytest.mark.alone
 def test_online_beside_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two frontends carry the simulated rate; every process says what it spent."""
+    """Two frontends carry the simulated rate; every process says what it spent. The model knows
+    fewer ids than prompts are drawn from."""
     shape, file = tmp_path / "config.json", tmp_path / "figures.json"
-    shape.write_text(json.dumps(SHAPE | {"vocab_size": 12_000}))
+    shape.write_text(json.dumps(SHAPE | {"vocab_size": 1_000}))
     words = {
         "shape": shape,
         "executor": "simulated",

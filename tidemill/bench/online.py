@@ -68,7 +68,8 @@ def run(options: OnlineOptions, config: EngineConfig) -> dict[str, Any]:
         max_model_len=config.max_model_len or longest,
         max_rows=config.max_rows or options.concurrency,
     )
-    facts, alone = _in_own_process(options, config, sets)
+    facts, vocab_size, alone = _in_own_process(options, config, sets)
+    sets = [requests.within(vocab_size) for requests in sets]
     print("starting the services ...", file=sys.stderr)
     with services_of(config, options.frontends, options.shape) as services:
         rows = [
@@ -109,8 +110,8 @@ def _equal(options: OnlineOptions) -> RequestSet:
 
 def _in_own_process(
     options: OnlineOptions, config: EngineConfig, sets: list[RequestSet]
-) -> tuple[dict[str, Any], list[list[float]]]:
-    """What the engine was, and the seconds of every run of every set."""
+) -> tuple[dict[str, Any], int, list[list[float]]]:
+    """What the engine was, how many ids it knows, and the seconds of every run of every set."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as own:
         return own.submit(_offline, options, config, sets).result()
@@ -118,13 +119,14 @@ def _in_own_process(
 
 def _offline(
     options: OnlineOptions, config: EngineConfig, sets: list[RequestSet]
-) -> tuple[dict[str, Any], list[list[float]]]:
+) -> tuple[dict[str, Any], int, list[list[float]]]:
     from tidemill.sampling_params import SamplingParams
 
     longest = max(requests.longest for requests in sets)
     seconds: list[list[float]] = []
     with open_engine(config, options.shape, longest=longest) as engine:
-        for requests in sets:
+        vocab_size = engine.llm.facts.vocab_size
+        for requests in [drawn.within(vocab_size) for drawn in sets]:
             params = [
                 SamplingParams(temperature=options.temperature, max_tokens=length, ignore_eos=True)
                 for length in requests.output_lens
@@ -137,7 +139,7 @@ def _offline(
                 print(f"{requests.name}: offline {seconds[-1][-1]:.3f} s", file=sys.stderr)
                 if [len(o.outputs[0].token_ids) for o in outputs] != requests.output_lens:
                     raise RuntimeError(f"{requests.name}: tokens are missing offline")
-        return engine.figures(), seconds
+        return engine.figures(), vocab_size, seconds
 
 
 def _online(options: OnlineOptions, services: Services, requests: RequestSet) -> dict[str, Any]:
