@@ -7,7 +7,7 @@ of whole blocks; the output head multiplies the open half of them, on average, w
 is told is the mean of steps in which all requests have one block, without the shortest and the
 longest quarter, host included: the one that opens a block stores the block ahead of it too (with
 blocks of one token every step does). `--shape qwen3-8b --blocks 1` is the autoregressive step
-beside it. Random weights, bfloat16.
+beside it, and that of ling-mini beside llada2-mini. Random weights, bfloat16.
 """
 
 from __future__ import annotations
