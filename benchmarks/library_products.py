@@ -19,11 +19,11 @@ import torch
 from benchmarks.decode_layer import SHAPES, Shape
 from engine_service.kernels.library_linear import library_linear
 from engine_service.kernels.small_linear import MAX_ROWS, small_linear_triton
+from tidemill.bench.roofline import ceilings_of
 
 _CACHE_BYTES = 150 << 20
 _ROUNDS, _ROUND_US = 15, 2000.0
 _SETTLE_US, _ALONE_US = 1.5e5, 3e5
-_COPY_BYTES_S, _FLOPS = 4.27e12, 803e12
 
 
 def list_products(shape: Shape) -> dict[str, tuple[int, int, bool]]:
@@ -124,13 +124,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     said = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.exit(2, "benchmarks.library_products needs a CUDA device\n")
+    ceilings = ceilings_of("cuda")
+    assert ceilings is not None, "a CUDA device has ceilings"
     print("  rows product   bound us   library   chosen   gain     ours")
     for num_rows in map(int, said.rows.split(",")):
         sums = [0.0, 0.0]
         for name, (out_size, in_size, adds) in list_products(SHAPES[said.shape]).items():
-            bound = 1e6 * max(
-                2 * out_size * in_size / _COPY_BYTES_S, 2 * num_rows * out_size * in_size / _FLOPS
-            )
+            size = 2 * out_size * in_size
+            bound = 1e6 * max(size / ceilings.bytes_per_s, num_rows * size / ceilings.flop_per_s)
             library, chosen, *ours = measure(num_rows, out_size, in_size, adds)
             sums = [sums[0] + library, sums[1] + chosen]
             own = f"{ours[0]:8.2f}" if ours else ""

@@ -1,4 +1,6 @@
-"""Ctrl-C between things rather than within them. It does not know what they are."""
+"""Ctrl-C between things rather than within them, and other ends like it. It does not know what the
+things are.
+"""
 
 from __future__ import annotations
 
@@ -31,3 +33,21 @@ def unbroken() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if heard:  # an error that comes out of here is its context then
             before(*heard[0])
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end what runs here as an exception does, which undoes what was begun: by
+    themselves they end this process alone, and leave those that it has started. Of the main
+    thread."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

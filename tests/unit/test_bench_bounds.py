@@ -45,8 +45,8 @@ def required_of(kind: Any) -> dict[str, str]:
 def test_every_number_has_bounds_and_they_hold(kind: type, field: str, bounds: Bounds) -> None:
     assert bounds is not None, "nobody says which numbers work"
     required = required_of(kind)
-    for wrong in (bounds.least - 1, bounds.above, bounds.most + 1):
-        if abs(wrong) != float("inf"):
+    for wrong in (bounds.least - 1, bounds.above, bounds.most + 1, float("nan"), float("inf")):
+        if wrong != float("-inf"):
             with pytest.raises(InvalidRequest, match=f"^{field} is ") as refusal:
                 check_bounds(kind(**required, **{field: wrong}))
             assert refusal.value.param == field
@@ -90,3 +90,17 @@ def test_requests_that_the_engine_refuses_are_told_in_its_words() -> None:
     """They were counted as none at all."""
     with pytest.raises(InvalidRequest, match="maximum context length is 8192"):
         run_stack(StackOptions(requests=2, seconds=0.5, prompt_len=9000))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--temperature=1.5"], "temperature is for sets"),
+        (["--set=b1_128_256", "--requests=3"], "requests is for equal requests"),
+        (["--set=b1_128_256", "--against=none"], "against is for equal requests"),
+        (["--shape=qwen3-0.6b"], "pass --against none"),
+    ],
+)
+def test_flags_of_the_other_kind_of_run_are_refused(argv: list[str], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        run(["throughput", *argv])

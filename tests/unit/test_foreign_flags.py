@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from engine_service.config import EngineConfig
 from frontend.config import FrontendConfig
 from tidemill import cli
 from tidemill.bench.traffic.options import ServeOptions
-from tidemill.commands.foreign_flags import ADVICE
+from tidemill.commands.bench import BENCHMARKS, Report
+from tidemill.commands.foreign_flags import ADVICE, BENCH_ADVICE
 from tidemill.commands.launcher_config import LauncherConfig
 from tidemill.commands.spellings import SPELLINGS
 from tidemill.runtime.options import flag_of, settings_of
@@ -22,7 +24,7 @@ OURS = {
     for kind in (EngineConfig, FrontendConfig, LauncherConfig)
     for name in settings_of(kind)
 }
-NAMED = re.compile(r"--[a-z-]+[a-z]")
+NAMED = re.compile(r"--[a-z0-9-]+[a-z]")
 
 
 @pytest.mark.parametrize(
@@ -128,6 +130,17 @@ def test_advice_names_flags_that_there_are_for_those_that_there_are_not() -> Non
         assert set(NAMED.findall(text)) <= OURS, text
     for flag, ours in SPELLINGS.items():
         assert ours.replace("--no-", "--") in OURS, flag
+
+
+def test_advice_of_benchmarks_names_flags_of_benchmarks() -> None:
+    modules = {name: import_module(f"tidemill.bench.{name}") for name in BENCHMARKS}
+    kinds = [getattr(modules[name], one.options) for name, one in BENCHMARKS.items()]
+    measured = {flag_of(name) for kind in (*kinds, Report) for name in settings_of(kind)}
+    own = BENCH_ADVICE.keys() - ADVICE.keys()
+    assert "--request-rate" in own
+    assert not own & (OURS | measured)
+    for flag in own:
+        assert set(NAMED.findall(BENCH_ADVICE[flag])) <= measured, flag
 
 
 def test_every_flag_with_commas_may_be_a_list_in_a_file() -> None:

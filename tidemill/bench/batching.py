@@ -184,6 +184,7 @@ def table(result: dict[str, Any]) -> list[tuple[str, str]]:
         ratio = f"{row['ratio']:.2f}x{target}"
         lines.append((f"{row['seats']} seats", f"{ratio}  {times}, {steps}; {leaving}"))
     for row in result["kv"]:
-        text = f"{100 * row['kv_slots_used']:.1f} % of KV slots, pages of {row['page_size']}"
-        lines.append((row["set"], text))
+        used = row["kv_slots_used"]
+        share = "no page of KV was used" if used is None else f"{100 * used:.1f} % of KV slots"
+        lines.append((row["set"], f"{share}, pages of {row['page_size']}"))
     return lines

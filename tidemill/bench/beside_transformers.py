@@ -45,7 +45,8 @@ def _compare(options: ThroughputOptions, engine: OpenEngine) -> dict[str, Any]:
     tokens = options.requests * options.output_len
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     result: dict[str, Any] = engine.figures() | {
-        "options": {name: getattr(options, name) for name in options.__dataclass_fields__},
+        "options": {name: getattr(options, name) for name in options.__dataclass_fields__}
+        | {"temperature": 0.0},
         "seconds": seconds,
         "median_seconds": medians,
         "tokens_per_second": {name: tokens / value for name, value in medians.items()},

@@ -34,7 +34,9 @@ def check_bounds(options: object) -> None:
 
 def _check(name: str, value: float, bounds: Bounds) -> None:
     wrong = ""
-    if value < bounds.least:
+    if not math.isfinite(value):
+        wrong = "it has to be a finite number"
+    elif value < bounds.least:
         wrong = f"at least {bounds.least:g} works"
     elif value > bounds.most:
         wrong = f"at most {bounds.most:g} works"

@@ -53,6 +53,12 @@ class _Case:
     requests: RequestSet
     concurrency: int
 
+    def first_round(self) -> _Case:
+        """As many requests as are alive at a time."""
+        drawn, count = self.requests, self.concurrency
+        begun = RequestSet(drawn.name, drawn.prompts[:count], drawn.output_lens[:count])
+        return _Case(begun, count)
+
 
 def run(options: LatencyOptions, config: EngineConfig) -> dict[str, Any]:
     """Figures of every case. Raises InvalidRequest for wrong names and numbers."""
@@ -62,7 +68,8 @@ def run(options: LatencyOptions, config: EngineConfig) -> dict[str, Any]:
     with open_engine(config, options.shape, longest=longest, max_rows=min(rows, 256)) as engine:
         figures = engine.figures()
         # The first requests meet cold caches, and kernels that are compiled when first needed.
-        _drive(engine.llm, cases[0], options.temperature)
+        for case in cases:
+            _drive(engine.llm, case.first_round(), options.temperature)
         measured = [_measure(engine.llm, case, options.temperature) for case in cases]
     return figures | {"temperature": options.temperature, "cases": measured}
 

@@ -1,4 +1,5 @@
-"""Lower bounds on the time of a request set: no engine in 16 bit can be faster on that device.
+"""Lower bounds on the time of a request set: no engine in 16 bit can be faster on that device, if
+prompts and decoding take turns.
 
 Every forward pass costs the larger of its bytes at copy bandwidth and its operations at the matrix
 rate (the roofline model, Williams et al. 2009). Prompts run at the full matrix rate with the

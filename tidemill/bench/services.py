@@ -116,6 +116,8 @@ def _started(
             started.append((stack.enter_context(_child([*words, *ports], log)), log))
         _wait_ready(http_ports, started)
         yield [process for process, _ in started], http_ports, grpc_ports
+        if ended := _ended(started):
+            raise RuntimeError(f"a service has ended meanwhile:\n{_end_of(ended[0])}")
 
 
 def _engine_flags(config: EngineConfig) -> list[str]:
@@ -151,12 +153,20 @@ def _child(words: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
 def _wait_ready(ports: list[int], started: list[tuple[subprocess.Popen[bytes], Path]]) -> None:
     give_up = time.monotonic() + _START_S
     while not all(map(_is_healthy, ports)):
-        ended = [log for process, log in started if process.poll() is not None]
+        ended = _ended(started)
         if ended or time.monotonic() > give_up:
             log = ended[0] if ended else started[0][1]
-            said = log.read_text(errors="replace")[-_TOLD_CHARS:]
-            raise RuntimeError(f"the services are not ready:\n{said}")
+            raise RuntimeError(f"the services are not ready:\n{_end_of(log)}")
         time.sleep(_ASK_EVERY_S)
+
+
+def _ended(started: list[tuple[subprocess.Popen[bytes], Path]]) -> list[Path]:
+    """Logs of those that run no more."""
+    return [log for process, log in started if process.poll() is not None]
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text(errors="replace")[-_TOLD_CHARS:]
 
 
 def _is_healthy(port: int) -> bool:

@@ -58,4 +58,7 @@ def simulated_engine(
             yield process, port
         finally:
             process.terminate()
-            process.wait(10)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()

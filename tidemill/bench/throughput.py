@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine_service.config import EngineConfig
@@ -19,6 +19,7 @@ from tidemill.bench.engines import OpenEngine, open_engine
 from tidemill.bench.probe import KVUse, watch_kv
 from tidemill.bench.roofline import as_figures, bound, ceilings_as_figures, ceilings_of
 from tidemill.bench.sets import RequestSet, request_sets
+from tidemill.runtime.errors import InvalidRequest
 from tidemill.runtime.options import Listed
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from tidemill.sampling_params import SamplingParams
 
 _REPEATS = 2
+_OF_EQUALS = ("requests", "input_len", "output_len", "threads", "against")
+_OF_SETS = ("temperature",)
+"""Flags of one kind of run alone: equal requests are greedy, as transformers' are beside them."""
 _SAMPLE_EVERY = 16
 """Steps between two looks at the pages: every step would cost 1 % of a small model's step."""
 
@@ -60,14 +64,32 @@ class ThroughputOptions:
 def run(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any]:
     """The figures of every set, or of the comparison.
 
-    Raises InvalidRequest for unknown names, RuntimeError when tokens are missing.
+    Raises InvalidRequest for unknown names and flags of the other kind, RuntimeError when tokens
+    are missing.
     """
+    _refuse_others(options)
     if options.set is None:
         return beside_transformers.compare(options, config)
     sets = request_sets(options.set)
     longest = max(requests.longest for requests in sets)
     with open_engine(config, options.shape, longest=longest) as engine:
         return _run_sets(options, engine, sets)
+
+
+def _refuse_others(options: ThroughputOptions) -> None:
+    is_set = options.set is not None
+    others, why = (_OF_EQUALS, "equal requests") if is_set else (_OF_SETS, "sets")
+    for field in fields(options):
+        if field.name in others and getattr(options, field.name) != field.default:
+            raise InvalidRequest(
+                f"{field.name} is for {why}; {'leave it or --set out' if is_set else 'pass --set'}",
+                param=field.name,
+            )
+    if not is_set and options.shape and options.against == "transformers":
+        raise InvalidRequest(
+            "a shape has no checkpoint that transformers could load; pass --against none",
+            param="against",
+        )
 
 
 def _run_sets(

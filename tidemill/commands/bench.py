@@ -20,9 +20,10 @@ from engine_service.config import EngineConfig
 from tidemill.bench.bounds import check_bounds
 from tidemill.bench.context import context
 from tidemill.bench.engines import NOT_MEASURED, NOT_SERVED
-from tidemill.commands.foreign_flags import ADVICE
+from tidemill.commands.foreign_flags import BENCH_ADVICE
 from tidemill.commands.pipes import unread_progress
 from tidemill.commands.spellings import SPELLINGS
+from tidemill.interrupts import ended_by_signals
 from tidemill.runtime import options
 from tidemill.runtime.errors import FailedPrecondition
 
@@ -94,13 +95,14 @@ def run(argv: Sequence[str]) -> int:
         kinds, hidden = [*kinds, EngineConfig], benchmark.hidden
     prog = f"tidemill bench {name}"
     chosen, report, *engine = options.parse(
-        kinds, rest, prog=prog, hidden=hidden, advice=ADVICE, spellings=SPELLINGS
+        kinds, rest, prog=prog, hidden=hidden, advice=BENCH_ADVICE, spellings=SPELLINGS
     )
     check_bounds(chosen)
     if report.json:
         _check_place(Path(report.json))
     with unread_progress() if report.json else nullcontext():
-        figures = module.run(chosen, *engine)
+        with ended_by_signals():
+            figures = module.run(chosen, *engine)
         if report.json:  # whoever reads what follows may have left
             Path(report.json).write_text(json.dumps(context(name) | figures, indent=2) + "\n")
             print(f"figures in {report.json}", file=sys.stderr)

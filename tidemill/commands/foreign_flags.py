@@ -85,7 +85,29 @@ _TOLD: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )  # fmt: skip
 
+_TOLD_OF_BENCHES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "--rate of bench serve is requests per second": ("--request-rate",),
+        "--concurrency of bench serve is requests open at a time": ("--max-concurrency",),
+        "of a burstiness B --arrival-cv of bench serve is 1 / sqrt(B)": ("--burstiness",),
+        "bench serve counts what keeps --slo-ttft-ms, --slo-tpot-ms and --slo-e2e-ms": (
+            "--goodput",
+        ),
+        "figures go to --json FILE": ("--save-result", "--result-filename", "--output-json"),
+        "bench serve lasts for --seconds, and bench throughput takes --requests": (
+            "--num-prompts",
+        ),
+        "prompts have --input-len and --output-len tokens, or come from --trace-file": (
+            "--dataset-name", "--dataset-path", "--random-input-len", "--random-output-len",
+        ),
+    }
+)  # fmt: skip
+
 ADVICE: Mapping[str, str] = MappingProxyType(
     {flag: text for text, flags in _TOLD.items() for flag in flags}
 )
 """By flag."""
+BENCH_ADVICE: Mapping[str, str] = MappingProxyType(
+    {**ADVICE, **{flag: text for text, flags in _TOLD_OF_BENCHES.items() for flag in flags}}
+)
+"""What benchmarks say of flags of vLLM's."""

@@ -25,11 +25,12 @@ def gaps(rate: float, cv: float, rng: random.Random) -> Iterator[float]:
 
 
 def starts(rate: float, cv: float, until_s: float, rng: random.Random) -> list[float]:
-    """Arrivals before `until_s`. The process has been running before the run begins, as far as the
-    first arrival is anywhere within its gap."""
+    """Arrivals before `until_s` of a process that has been running before: the run begins anywhere
+    within a gap, and in long ones so much more often (length-biased, which makes a gamma of shape k
+    one of k + 1), so that as many come in every second as were asked for."""
     found = []
     drawn = gaps(rate, cv, rng)
-    at = rng.random() * next(drawn)
+    at = rng.random() * (1 / rate if cv == 0 else rng.gammavariate(cv**-2 + 1, cv**2 / rate))
     while at < until_s:
         found.append(at)
         at += next(drawn)

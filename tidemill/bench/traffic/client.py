@@ -122,12 +122,14 @@ class _Client:
         """Whether it was answered."""
         answer = Answer(due, begun=time.monotonic())
         self._begun += 1
-        left = due + self._share.target.timeout_s - answer.begun
+        limit_s = self._share.target.timeout_s
+        left = due + limit_s - answer.begun
         try:
             async with asyncio.timeout(left):
                 await self._ask(content, answer)
-        except TimeoutError as failure:
-            answer.status, answer.said = TIMEOUT, str(failure)
+        except TimeoutError:
+            answer.status, answer.said = TIMEOUT, f"no end within {limit_s:g} s"
+            answer.output_tokens = answer.output_tokens or len(answer.chunks)
         except OSError as failure:
             answer.status, answer.said = CONNECTION, str(failure)[:_SAID_CHARS]
         answer.ended = answer.ended or time.monotonic()

@@ -28,7 +28,9 @@ class Ran(NamedTuple):
 def run_clients(
     whole: Share, count: int, on_progress: Callable[[Told], None] = lambda _: None
 ) -> Ran:
-    """The work of `whole` in `count` processes. Raises RuntimeError when one of them fails."""
+    """The work of `whole` in `count` processes, or as many as have any. Raises RuntimeError when
+    one of them fails."""
+    count = max(1, min(count, whole.streams or len(whole.starts)))
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         pipes = []

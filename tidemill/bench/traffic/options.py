@@ -99,7 +99,7 @@ class ServeOptions:
     @property
     def urls(self) -> tuple[str, ...]:
         """None of them: services are to be started."""
-        return () if self.url is None else tuple(self.url.split(","))
+        return () if self.url is None else tuple(url.strip() for url in self.url.split(","))
 
 
 def points_of(options: ServeOptions) -> tuple[str, list[planned.Point]]:
@@ -137,7 +137,7 @@ def _check(options: ServeOptions) -> None:
     for url in options.urls:
         if not url.startswith(("http://", "https://")):
             raise InvalidRequest(f"{url!r} does not begin with http:// or https://", param="url")
-    for name, default in (("shape", None), ("data_parallel_size", 1)):
+    for name, default in (("shape", None), ("frontends", 1), ("data_parallel_size", 1)):
         if options.urls and getattr(options, name) != default:
             raise InvalidRequest(f"{name} is for services that this starts; --url names others")
 
