@@ -7,6 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from tidemill.bench.traffic.asked import Drawn, Lengths
 from tidemill.bench.traffic.client import Share, _Client
 from tidemill.bench.traffic.options import ServeOptions, points_of
 from tidemill.bench.traffic.target import Target
-from tidemill.runtime.errors import InvalidRequest
+from tidemill.commands import bench
+from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 
 SEEDS = 2000
 
@@ -116,3 +118,8 @@ def test_addresses_may_have_blanks_around_them_and_know_no_frontends() -> None:
     points_of(ServeOptions(url="http://a, https://b"))
     with pytest.raises(InvalidRequest, match="frontends is for services that this starts"):
         points_of(ServeOptions(url="http://a", frontends=4))
+
+
+def test_a_picture_without_a_place_is_refused_before_it_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(FailedPrecondition, match="is no folder: make it first"):
+        bench.run(["serve", "--url=http://127.0.0.1:1", f"--plot={tmp_path / 'no' / 'x.png'}"])

@@ -6,7 +6,6 @@ know what they measure.
 """
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -20,12 +19,12 @@ from engine_service.config import EngineConfig
 from tidemill.bench.bounds import check_bounds
 from tidemill.bench.context import context
 from tidemill.bench.engines import NOT_MEASURED, NOT_SERVED
+from tidemill.bench.places import check_place
 from tidemill.commands.foreign_flags import BENCH_ADVICE
 from tidemill.commands.pipes import unread_progress
 from tidemill.commands.spellings import SPELLINGS
 from tidemill.interrupts import ended_by_signals
 from tidemill.runtime import options
-from tidemill.runtime.errors import FailedPrecondition
 
 
 class Benchmark(NamedTuple):
@@ -99,7 +98,7 @@ def run(argv: Sequence[str]) -> int:
     )
     check_bounds(chosen)
     if report.json:
-        _check_place(Path(report.json))
+        check_place(Path(report.json), "json")
     with unread_progress() if report.json else nullcontext():
         with ended_by_signals():
             figures = module.run(chosen, *engine)
@@ -111,14 +110,3 @@ def run(argv: Sequence[str]) -> int:
     else:
         print(json.dumps(figures, indent=2))
     return 0
-
-
-def _check_place(file: Path) -> None:
-    """Raises FailedPrecondition where figures could not be written: before they are measured, which
-    takes minutes."""
-    if file.is_dir():
-        raise FailedPrecondition(f"{file} is a folder: name a file in it", param="json")
-    if not file.parent.is_dir():
-        raise FailedPrecondition(f"{file.parent} is no folder: make it first", param="json")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise FailedPrecondition(f"{file} may not be written: choose another file", param="json")

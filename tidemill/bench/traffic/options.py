@@ -86,7 +86,8 @@ class ServeOptions:
     client_key: str | None = None
     """PEM file of that certificate's key."""
     load_seed: int = 0
-    """Seed of arrivals, lengths and prompts."""
+    """Seed of arrivals, lengths and prompts. A server that runs on has the prompts of an earlier
+    run with the same seed in its prefix cache."""
     plot: str | None = None
     """PNG file for a picture (needs matplotlib)."""
     shape: str | None = None

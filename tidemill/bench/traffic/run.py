@@ -11,12 +11,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from engine_service.config import EngineConfig
+from tidemill.bench.places import check_place
 from tidemill.bench.services import services_of
 from tidemill.bench.traffic.client import Share, Told
 from tidemill.bench.traffic.clients import run_clients
@@ -44,6 +46,7 @@ def run(options: ServeOptions, config: EngineConfig) -> dict[str, Any]:
         raise InvalidRequest(f"{changed[0]} is for services that this starts; --url names others")
     if options.plot:
         check_drawable()
+        check_place(Path(options.plot), "plot")
     with _urls(options, config) as urls:
         target = _target(options, urls)
         rows = [_measured(options, target, point, LOADS[kind]) for point in points]
