@@ -7,18 +7,19 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.test_bench_traffic import TARGET
 from tidemill.bench.traffic import clients
 from tidemill.bench.traffic.answer import TIMEOUT, Answer
 from tidemill.bench.traffic.arrivals import gaps, starts
 from tidemill.bench.traffic.asked import Drawn, Lengths
 from tidemill.bench.traffic.client import Share, _Client
 from tidemill.bench.traffic.options import ServeOptions, points_of
-from tidemill.bench.traffic.target import Target
 from tidemill.commands import bench
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 
@@ -26,16 +27,7 @@ SEEDS = 2000
 
 
 def share(**rest: Any) -> Share:
-    target = Target(
-        urls=("http://h",),
-        is_grpc=False,
-        is_chat=False,
-        model="m",
-        temperature=0.0,
-        ignore_eos=True,
-        timeout_s=0.2,
-        api_key=None,
-    )
+    target = replace(TARGET, timeout_s=0.2)
     return Share(target=target, source=Drawn(Lengths(4, 4, 0.0), 100, False, "0"), **rest)
 
 
