@@ -7,6 +7,8 @@ does not know models; workers are handed in.
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
 from collections.abc import Callable
 from functools import cached_property
@@ -30,6 +32,8 @@ from engine_service.ranks.watcher import OnLost, Watcher
 from engine_service.worker.rank_pages import RankPages
 from tidemill.runtime.errors import FailedPrecondition, ServiceError
 
+_LEAVING_S = 10.0
+_LOG = logging.getLogger("tidemill.rank")
 _SIZES = ("num_pages", "page_size", "max_rows", "max_model_len", "dtype", "weight_version")
 """Facts that must be the same on all ranks."""
 _REMEDIES = {
@@ -193,17 +197,46 @@ def _abort_collectives(error: ServiceError | None = None, *, waits: bool = False
 
 
 def _close(watcher: Watcher, hosts: Hosts, own: RankWorker | None = None) -> None:
-    """Followers leave first. NCCL takes no leave while there are graphs with its kernels, and none
-    of ranks that are gone: what they shared is aborted. A device that waits for a lost one is left
-    as it is."""
-    on_device, is_lost = torch.cuda.is_available(), watcher.is_lost
-    if watcher.has_given_up and not is_lost:
-        # Followers were killed within a step: what waits for them would hold up what comes now.
+    """What a device still waits for of followers that were killed is given up before the device is
+    waited for; others leave by themselves, behind rank 0."""
+    is_lost = watcher.is_lost
+    if is_lost or watcher.has_given_up:
         _abort_collectives()
-    if own is not None and not is_lost:
+    if not is_lost and own is not None:
         own.close()
     watcher.close()
     hosts.close()
-    if dist.is_initialized() and not (on_device and is_lost):
+    if is_lost:
+        _within(_LEAVING_S, lambda: _leave(own))
+    else:
+        _leave()
+
+
+def _leave(own: RankWorker | None = None) -> None:
+    """Of the library's groups. NCCL takes no leave while there are graphs with its kernels, which
+    end with `own`, and none of ranks that are gone: what they shared is aborted."""
+    if own is not None:
+        own.close()
+    if dist.is_initialized():
         _abort_collectives(waits=True)
         dist.destroy_process_group()
+
+
+def _within(seconds: float, leave: Callable[[], None]) -> None:
+    """A device may be what the group was lost to: a program waits no longer than this for it. Not
+    left at all is worse: what aborts the groups would wait until the interpreter ends, and end the
+    process there."""
+    faults = ["the device does not answer"]
+
+    def run() -> None:
+        try:
+            leave()
+            faults.clear()
+        except Exception as error:
+            faults[:] = [f"{type(error).__name__}: {error}"]
+
+    thread = threading.Thread(target=run, name="leave", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    for fault in faults[:]:
+        _LOG.warning("what the lost group shared is left as it is: %s", fault)

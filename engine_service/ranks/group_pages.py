@@ -43,7 +43,7 @@ class GroupPages:
 
     def __init__(self, own: RankPages, watcher: Watcher, num_stages: int, flights: Flights) -> None:
         """`own` and `flights`: rank 0's."""
-        self.format = own.format
+        self.format, self.device = own.format, own.device
         self._own = own
         self._watcher = watcher
         self._flights = flights

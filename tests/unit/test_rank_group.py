@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -90,24 +91,68 @@ def test_what_is_collected_behind_a_loss_is_nobodys() -> None:
             executor.collect(executor.launch(plan(1)))
 
 
-@pytest.mark.parametrize("has_given_up", [True, False])
-def test_nothing_waits_for_ranks_that_were_killed_within_a_step(
-    has_given_up: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a device: its graphs are taken down behind its last step."""
+LEFT = ["own", "followers", "aborted True", "destroyed"]
+LOST = ["aborted False", "followers", "own", "aborted True", "destroyed"]
+
+
+def closing(
+    monkeypatch: pytest.MonkeyPatch, own: Callable[[], None] = lambda: None, **watched: bool
+) -> list[str]:
+    """What is done, in order, at the end of a group on a device."""
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
     monkeypatch.setattr(ranks_group, "release_all", lambda: None)
     monkeypatch.setattr(ranks_group, "abort_all", lambda *, waits: done.append(f"aborted {waits}"))
-    watcher: Any = SimpleNamespace(
-        is_lost=False, has_given_up=has_given_up, close=lambda: done.append("followers")
-    )
-    own: Any = SimpleNamespace(close=lambda: done.append("own"))
-    ranks_group._close(watcher, SimpleNamespace(close=lambda: None), own)  # type: ignore[arg-type]
-    ends = ["own", "followers", "aborted True", "destroyed"]
-    assert done == (["aborted False", *ends] if has_given_up else ends)
+    watcher: Any = SimpleNamespace(**watched, close=lambda: done.append("followers"))
+    hosts: Any = SimpleNamespace(close=lambda: None)
+    worker: Any = SimpleNamespace(close=lambda: (done.append("own"), own()))
+    ranks_group._close(watcher, hosts, worker)
+    return done
+
+
+@pytest.mark.parametrize("has_given_up", [True, False])
+def test_nothing_waits_for_ranks_that_were_killed_within_a_step(
+    has_given_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device: its graphs are taken down behind its last step."""
+    done = closing(monkeypatch, is_lost=False, has_given_up=has_given_up)
+    assert done == (["aborted False", *LEFT] if has_given_up else LEFT)
+
+
+def test_a_group_that_is_lost_is_left_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its graphs end before the interpreter does: until then nothing comes back from aborting."""
+    assert closing(monkeypatch, is_lost=True, has_given_up=False) == LOST
+    assert not caplog.records
+
+
+def test_a_device_that_answers_no_more_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ranks_group, "_LEAVING_S", 0.05)
+    never = threading.Event()
+    try:
+        done = closing(monkeypatch, never.wait, is_lost=True, has_given_up=False)
+        assert done == LOST[:3]
+        assert "the device does not answer" in caplog.text
+    finally:
+        never.set()
+        for thread in threading.enumerate():
+            if thread.name == "leave":
+                thread.join()
+
+
+def test_a_device_that_fails_behind_a_loss_is_told_and_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    assert closing(monkeypatch, fails, is_lost=True, has_given_up=False) == LOST[:3]
+    assert "RuntimeError: an illegal memory access" in caplog.text
 
 
 @pytest.fixture
