@@ -51,12 +51,13 @@ class InlinePiece:
 
 @dataclass(frozen=True, slots=True)
 class SharedPiece:
-    """Bytes in a file without a name (memfd) that process `pid` has open as `fd`."""
+    """Bytes in a file without a name (memfd) that process `pid` has open as `fd`. They lie there
+    for as long as it has this stamp on it."""
 
     pid: int
     fd: int
     size: int
-    crc32: int
+    stamp: int
 
 
 Piece = InlinePiece | SharedPiece

@@ -44,7 +44,7 @@ class PageStore(Protocol):
 
     def write(self, pages: list[int], piece: SharedPiece, num_known: int) -> None:
         """What follows the piece's first `num_known` pages. Raises a ServiceError for bytes that
-        are not what their CRC says, too many or too few."""
+        are too many or too few, or others by now; pages may have been written then."""
 
     def end(self, transfer: int) -> None:
         """Frees what was read for it."""

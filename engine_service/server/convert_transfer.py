@@ -106,11 +106,12 @@ def to_prefill(opened: pb.TransferOpen, remaining_s: float | None) -> Submit:
 
 def piece_message(start: int, num_tokens: int, piece: Piece) -> pb.TransferResponse:
     """Units of `num_tokens` tokens from token `start` on."""
-    told = pb.KvPiece(start=start, num_tokens=num_tokens, crc32=piece.crc32)
+    told = pb.KvPiece(start=start, num_tokens=num_tokens)
     if isinstance(piece, InlinePiece):
-        told.inline = piece.content
+        told.inline, told.crc32 = piece.content, piece.crc32
     else:
-        told.shared.MergeFrom(pb.SharedPiece(pid=piece.pid, fd=piece.fd, size=piece.size))
+        pid, fd, size, stamp = piece.pid, piece.fd, piece.size, piece.stamp
+        told.shared.MergeFrom(pb.SharedPiece(pid=pid, fd=fd, size=size, stamp=stamp))
     return pb.TransferResponse(piece=told)
 
 
@@ -118,5 +119,5 @@ def to_piece(told: pb.KvPiece) -> Piece:
     """Its bytes, or where they are."""
     if told.WhichOneof("source") == "shared":
         shared = told.shared
-        return SharedPiece(shared.pid, shared.fd, shared.size, told.crc32)
+        return SharedPiece(shared.pid, shared.fd, shared.size, shared.stamp)
     return InlinePiece(told.inline, told.crc32)

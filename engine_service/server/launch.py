@@ -15,6 +15,7 @@ import grpc
 from engine_service.config import EngineConfig
 from engine_service.core.messages import Fatal, Shutdown
 from engine_service.server.desk import Desk
+from engine_service.server.freed_memory import keep_freed_memory
 from engine_service.server.metrics_port import MetricsPort
 from engine_service.server.rank_process import RANK_MODULE, RankProcess
 from engine_service.server.servicer import EngineServicer
@@ -82,6 +83,8 @@ class EngineServer:
 
         The rank is spawned before any gRPC object exists. `on_state` hears every state change.
         """
+        if config.role != "both":
+            keep_freed_memory()
         rank = RankProcess(rank_module)
         try:
             server = cls(config, rank)

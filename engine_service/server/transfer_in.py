@@ -29,7 +29,7 @@ from engine_service.core.handoff import (
     end_of,
 )
 from engine_service.core.messages import Abort, Command, Submit
-from engine_service.pieces import Files
+from engine_service.pieces import Files, laid
 from engine_service.server import convert_transfer as convert
 from engine_service.server.asks import Asks
 from engine_service.server.kv_sources import Sources, is_unsaid
@@ -244,10 +244,11 @@ class Fetches:
         while at < begun.num_tokens and (answer := await stream.read()) is not grpc.aio.EOF:
             told, piece = answer.piece, convert.to_piece(answer.piece)
             self._check_way(piece, host)
-            laid = self._laid(begun.transfer, piece)
-            if not await self._asks.ask(
-                ImportPages(begun.transfer, told.start, told.num_tokens, laid)
-            ):
+            shared = piece
+            if not isinstance(shared, SharedPiece):
+                shared = laid(self._files, begun.transfer, shared)
+            found = ImportPages(begun.transfer, told.start, told.num_tokens, shared)
+            if not await self._asks.ask(found):
                 return False
             self._files.end(begun.transfer)
             self._counts.moved(model, RECEIVED, piece)
@@ -255,17 +256,6 @@ class Fetches:
             with suppress(asyncio.InvalidStateError):  # it has ended; the next read says how
                 await stream.write(convert.taken())
         return at >= begun.num_tokens
-
-    def _laid(self, transfer: int, piece: Piece) -> SharedPiece:
-        """Bytes that came in a message where rank 0 finds them: it would stand still while they go
-        through a pipe, which is much smaller than they are."""
-        if isinstance(piece, SharedPiece):
-            return piece
-
-        def fill(place: memoryview) -> None:
-            place[:] = piece.content
-
-        return self._files.offer(transfer, len(piece.content), fill, piece.crc32)
 
     def _check_way(self, piece: Piece, host: str) -> None:
         """Raises FailedPrecondition for a piece that came another way than was asked for: nobody

@@ -24,7 +24,7 @@ from engine_service.core.handoff import (
     most_on_the_way,
 )
 from engine_service.core.messages import Finish, FinishReason, Submit
-from engine_service.pieces import inlined
+from engine_service.pieces import Views, inlined
 from engine_service.server import convert_transfer as convert
 from engine_service.server.desk import Desk
 from engine_service.server.outlet import StepRows
@@ -52,12 +52,13 @@ NEVER = 1 << 62
 
 
 class Sending:
-    """run. `slots` bounds how many send at once."""
+    """run. `slots` bounds how many send at once; `views` of what rank 0 has read."""
 
-    def __init__(self, desk: Desk, stream: Any, slots: asyncio.Semaphore) -> None:
+    def __init__(self, desk: Desk, stream: Any, slots: asyncio.Semaphore, views: Views) -> None:
         self._desk = desk
         self._stream = stream
         self._slots = slots
+        self._views = views
         self._is_shared = False
         self._num_out = 0
         self._taken = asyncio.Event()
@@ -142,7 +143,7 @@ class Sending:
                     return False
                 piece: Piece = exported.piece
                 if not self._is_shared:
-                    piece = inlined(exported.piece)
+                    piece = inlined(self._views, exported.piece)
                 await self._write(convert.piece_message(start, exported.num_tokens, piece))
                 desk.observer.metrics.transfers.moved(model, SENT, piece)
         finally:

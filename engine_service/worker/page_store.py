@@ -7,13 +7,15 @@ worker.page_shares.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from engine_service.core.handoff import SharedPiece
-from engine_service.pieces import Files, check_size, fetch
-from engine_service.worker.page_shares import PageFormat, bytes_of
+from engine_service.pieces import Files, Views, check_size
+from engine_service.worker.page_shares import PageFormat
+from engine_service.worker.pinned import pinned
 
 
 class WholePages(Protocol):
@@ -21,6 +23,10 @@ class WholePages(Protocol):
 
     @property
     def format(self) -> PageFormat: ...
+
+    @property
+    def device(self) -> torch.device:
+        """Which host memory that is read and written comes from and goes to."""
 
     def read(self, pages: Sequence[int], into: torch.Tensor) -> torch.Tensor:
         """`into`, [N, L, 2, G, K, D], contiguous on the host."""
@@ -35,8 +41,8 @@ class PageStore:
 
     def __init__(self, pages: WholePages) -> None:
         self._pages = pages
-        self._files = Files()
-        self._arrived = pages.format.empty(0)
+        pin = partial(pinned, device=pages.device)
+        self._files, self._views = Files(pin), Views(pin)
         self.page_bytes = pages.format.page_bytes
 
     def read(self, transfer: int, pages: list[int]) -> SharedPiece:
@@ -50,14 +56,12 @@ class PageStore:
 
     def write(self, pages: list[int], piece: SharedPiece, num_known: int) -> None:
         """What `read` has read, but for its first `num_known` pages. Raises FailedPrecondition for
-        bytes that are not it."""
+        bytes that are not it; pages may have been written then."""
         num_pages = num_known + len(pages)
         check_size(piece, num_pages * self.page_bytes)
-        if len(self._arrived) < num_pages:
-            self._arrived = self._pages.format.empty(num_pages)
-        whole = self._arrived[:num_pages]
-        fetch(piece, bytes_of(whole))
-        self._pages.write(pages, whole[num_known:])
+        with self._views.opened(piece) as place:
+            whole = self._pages.format.opened(place)
+            self._pages.write(pages, whole[num_known:])
 
     def end(self, transfer: int) -> None:
         """Frees what was read for it."""

@@ -58,7 +58,7 @@ class RankPages:
         held = len(self.share.layers), 2, page_size, len(self.share.heads), head_dim
         self.held = PageFormat(held, first.dtype)
         self._parts = [part for cache in caches for part in (cache.k, cache.v)]
-        self._device = device
+        self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._is_staged = group.stage.count > 1
 
@@ -67,7 +67,7 @@ class RankPages:
         host = self.held.empty(len(pages)) if into is None else into
         places = host.flatten(1, 2)
         with self._beside():
-            index = torch.tensor(pages, device=self._device)
+            index = torch.tensor(pages, device=self.device)
             if self._stream is None:
                 for part, place in zip(self._parts, places.unbind(1), strict=True):
                     torch.index_select(part, 0, index, out=place)
@@ -79,8 +79,8 @@ class RankPages:
     def write(self, pages: Sequence[int], host: torch.Tensor) -> None:
         """[N, l, 2, G, k, D] on the host."""
         with self._beside():
-            index = torch.tensor(pages, device=self._device)
-            values = host.flatten(1, 2).to(self._device)
+            index = torch.tensor(pages, device=self.device)
+            values = host.flatten(1, 2).to(self.device)
             for part, value in zip(self._parts, values.unbind(1), strict=True):
                 part.index_copy_(0, index, value)
 
@@ -90,7 +90,7 @@ class RankPages:
             yield
             return
         if self._is_staged:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
             with torch.cuda.stream(self._stream):
                 yield

@@ -28,7 +28,7 @@ from engine_service.core.handoff import (
 )
 from engine_service.core.messages import Finish, Submit
 from engine_service.core.params import DecodingChoice, SamplingParams
-from engine_service.pieces import Files, Fill, inlined
+from engine_service.pieces import Files, Views, inlined, laid
 from tests.equivalence.shapes import SHAPES, VOCAB
 from tidemill.runtime.errors import FailedPrecondition, Unsupported
 
@@ -89,15 +89,8 @@ def ask(engine: Engine, what: Any) -> Any:
     return answer
 
 
-FILES = Files()
+FILES, VIEWS = Files(), Views()
 """Of a server, which gives the core what came in messages."""
-
-
-def written(piece: InlinePiece) -> Fill:
-    def fill(place: memoryview) -> None:
-        place[:] = piece.content
-
-    return fill
 
 
 def move(source: Engine, target: Engine, prompt: list[int], spoil: Any = None) -> int:
@@ -114,8 +107,7 @@ def move(source: Engine, target: Engine, prompt: list[int], spoil: Any = None) -
         assert got.piece is not None
         piece = got.piece
         if spoil is not None:
-            wrong = spoil(inlined(piece))
-            piece = FILES.offer(there.transfer, len(wrong.content), written(wrong), wrong.crc32)
+            piece = laid(FILES, there.transfer, spoil(inlined(VIEWS, piece)))
         assert ask(target, ImportPages(here.transfer, at, got.num_tokens, piece))
         at += got.num_tokens
     for engine, begun in ((source, there), (target, here)):

@@ -11,6 +11,7 @@ import torch
 from engine_service.attention.base import LayerCache
 from engine_service.distributed import Group
 from engine_service.stages import Stage
+from engine_service.worker.page_store import PageStore
 from engine_service.worker.rank_pages import RankPages
 
 pytestmark = pytest.mark.gpu
@@ -47,3 +48,18 @@ def test_pages_are_moved_behind_the_steps_of_a_stage(num_stages: int) -> None:
     torch.cuda.synchronize()
     assert torch.equal(pages.read([1]), (1 if num_stages > 1 else 5) * ones)
     assert torch.equal(pages.read([0]), 5 * ones)
+
+
+def test_pieces_go_through_pinned_memory() -> None:
+    """On both sides; the files of another process are mapped as these are."""
+    (source, part), (target, other) = make(1), make(1)
+    part.normal_()
+    sending, taking = PageStore(source), PageStore(target)
+    for pages, places in (([2, 0], [3, 1]), ([1], [2])):
+        taking.write(places, sending.read(1, pages), 0)
+        assert torch.equal(other[places], part[pages])
+    written = [file.memory for file in sending._files._used[1]]
+    read = [mapping.memory for mapping in taking._views._mapped.values()]
+    assert len(written) == len(read) == 2
+    for memory in written + read:
+        assert torch.frombuffer(memory, dtype=torch.uint8).is_pinned()

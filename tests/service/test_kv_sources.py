@@ -27,7 +27,7 @@ from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc as rpc
 
 NAME = "prefill.example"
-SECOND = pb.KvPiece(start=PAGE, num_tokens=PAGE, inline=b"kv")
+SECOND = pb.KvPiece(start=PAGE, num_tokens=PAGE, crc32=INLINE.crc32, inline=INLINE.inline)
 LOST = grpc.aio.AioRpcError(
     grpc.StatusCode.INTERNAL, Metadata(), Metadata(), "Internal error from Core"
 )

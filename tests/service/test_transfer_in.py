@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,7 +37,7 @@ from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import engine_pb2_grpc as rpc
 
 PAGE = 16
-INLINE = pb.KvPiece(num_tokens=PAGE, inline=b"kv")
+INLINE = pb.KvPiece(num_tokens=PAGE, crc32=zlib.crc32(b"kv"), inline=b"kv")
 SHARED = pb.KvPiece(num_tokens=PAGE, shared=pb.SharedPiece(pid=1, fd=2, size=2))
 
 

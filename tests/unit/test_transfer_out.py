@@ -19,7 +19,7 @@ from engine_service.core.handoff import (
     ExportPages,
     KvLayout,
 )
-from engine_service.pieces import Files
+from engine_service.pieces import Files, Views
 from engine_service.server.transfer_counts import TransferCounts
 from engine_service.server.transfer_out import HEADER_BYTES, PIECE_BYTES, Sending
 from tests.waiting import PATIENCE_S
@@ -95,7 +95,7 @@ def sending(asks: Asks, talk: Talk, patience_s: float = PATIENCE_S) -> asyncio.T
         ),
         observer=SimpleNamespace(metrics=SimpleNamespace(transfers=TransferCounts(Families()))),
     )
-    return asyncio.create_task(Sending(desk, talk, asyncio.Semaphore(1)).run())
+    return asyncio.create_task(Sending(desk, talk, asyncio.Semaphore(1), Views()).run())
 
 
 async def settled() -> None:
