@@ -11,6 +11,7 @@ from engine_service.core.facts import EngineFacts
 from engine_service.core.messages import RankTrace
 from engine_service.core.step import Memory
 from engine_service.core.strategy import Executor, ModelFacts
+from engine_service.hf_overrides import check_overrides
 from engine_service.model_folder import check_model
 from tidemill.runtime.errors import ServiceError
 
@@ -64,6 +65,7 @@ def compose(
     Imports torch, which takes seconds: therefore not at the top. Raises ServiceErrors that say
     what to change.
     """
+    check_overrides(config.hf_overrides)
     check_model(config.model)
     from engine_service.core.constraint import MaskMaker
     from engine_service.core.scheduler import Scheduler

@@ -23,6 +23,11 @@ class EngineConfig:
     config.json, if it has one, names a classifier's labels."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """Where weights come from; dummy needs only a config.json and draws random weights."""
+    hf_overrides: dict[str, Any] = field(default_factory=dict)
+    """What to read over config.json, as JSON, before anything else reads it: objects are merged key
+    by key, other values are replaced, null takes one away. It is how a model is said to be of
+    another class (architectures), to have another mask token (mask_token_id), block length
+    (block_size) or shift of its logits (uses_shifted_prediction)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and KV; auto: float32 on CPU, the checkpoint's or float16 on GPU."""
     device: str = "auto"

@@ -164,4 +164,7 @@ def _facts(
         default_method=method,
         default_params=read_knobs(config, strategies.get(method)),
         default_sampling=defaults,
+        approximate_caches=tuple(
+            name for one in strategies.values() for name in one.approximate_caches
+        ),
     )

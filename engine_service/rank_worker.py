@@ -80,6 +80,7 @@ def make_strategies(traits: ModelTraits) -> list[DecodeStrategy]:
             mask_token_id=traits.mask_token_id,
             logits_shift=traits.logits_shift,
             eos_token_ids=traits.eos_token_ids,
+            eot_token_ids=traits.eot_token_ids,
         )
         for name in traits.methods
     ]

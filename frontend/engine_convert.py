@@ -127,6 +127,7 @@ def to_facts(answer: pb.GetEngineInfoResponse) -> EngineFacts:
         max_queued_requests=answer.limits.max_queued_requests,
         default_method=decoding.default_method,
         methods=tuple(decoding.methods),
+        approximate_caches=tuple(decoding.approximate_caches),
         block_length=decoding.block_length,
         mask_token_id=decoding.mask_token_id if decoding.HasField("mask_token_id") else None,
         eos_token_ids=tuple(answer.eos_token_ids),
@@ -149,7 +150,7 @@ def to_canvas(row: pb.CanvasRow) -> Canvas:
     """A canvas row without its row number."""
     fixed = tuple(flag != 0 for flag in row.fixed)
     ids, sure = tuple(unpack_ids(row.token_ids)), tuple(row.confidence)
-    return Canvas(row.block_start, ids, fixed, row.denoise_step, sure)
+    return Canvas(row.block, ids, fixed, row.denoise_step, sure)
 
 
 def to_finish(finish: pb.Finish) -> Finish:

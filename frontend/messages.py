@@ -48,6 +48,11 @@ class Usage(NamedTuple):
     reasoning_tokens: int = 0
     """Those of the output that are reasoning, its markers left out; the frontend counts them."""
 
+    @property
+    def tokens_per_forward(self) -> float:
+        """Output tokens for each of the forward passes, those that only store something counted."""
+        return self.output_tokens / max(1, self.forward_passes)
+
 
 class Timings(NamedTuple):
     """Durations in nanoseconds, and the wall-clock start they are counted from."""
@@ -82,9 +87,9 @@ class Finish(NamedTuple):
 
 
 class Canvas(NamedTuple):
-    """Tentative tail of a diffusion row; `block_start` is an absolute position."""
+    """Tentative tail of a diffusion row; `block` is that of its first open position."""
 
-    block_start: int
+    block: int
     token_ids: tuple[int, ...]
     fixed: tuple[bool, ...]
     step: int
@@ -188,6 +193,8 @@ class EngineFacts:
     eos_token_ids: tuple[int, ...]
     pool_tasks: tuple[str, ...] = ()
     """Of embed, classify and score, what its hidden states serve."""
+    approximate_caches: tuple[str, ...] = ()
+    """Values of the decoding parameter `cache` under which answers are approximations."""
     device: str = ""
     embedding_size: int = 0
     page_size: int = 0

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from frontend.config import FrontendConfig
 from frontend.messages import EngineFacts
@@ -62,9 +63,17 @@ def load_model(config: FrontendConfig, facts: EngineFacts, folder: Path) -> Serv
 def read_labels(path: Path) -> Mapping[int, str]:
     """What transformers wrote as id2label; empty where there is nothing of the kind."""
     try:
-        named = json.loads(path.read_text("utf-8")).get("id2label") or {}
+        return labels_of(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def labels_of(hf_config: Any) -> Mapping[int, str]:
+    """The same of what stands in a config.json."""
+    try:
+        named = hf_config.get("id2label") or {}
         return {int(number): str(name) for number, name in named.items()}
-    except (OSError, ValueError, AttributeError):
+    except (ValueError, AttributeError):
         return {}
 
 

@@ -165,6 +165,7 @@ class ToyTables:
             suppress=any(a.suppress for a in asked),
             mask=bool((self.masks[rows] != -1).any()),
             max_logprobs=max(alternatives, default=None),
+            holds_ends=any(getattr(self.rows[row].params, "eos_last", False) for row in rows),
         )
 
     @property

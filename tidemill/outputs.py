@@ -47,6 +47,11 @@ class RequestUsage:
     denoise_steps: int
     preemptions: int
 
+    @property
+    def tokens_per_forward(self) -> float:
+        """Output tokens for each forward pass, those that only store something counted."""
+        return self.output_tokens / max(1, self.forward_passes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingOutput:

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from engine_service.config import EngineConfig
 from engine_service.core.facts import EngineFacts
 from engine_service.core.messages import Finish, FinishReason, Submit
 from engine_service.core.params import DecodingChoice, PoolChoice, SamplingParams
 from engine_service.model_folder import CONFIG
-from frontend.served import likeliest, read_labels
+from frontend.served import labels_of, likeliest, read_labels
 from frontend.tokenizer import TextTokenizer
 from tidemill.outputs import ClassificationOutput, EmbeddingOutput
 from tidemill.runtime.errors import InternalError, InvalidRequest
@@ -91,6 +92,7 @@ class PoolReader:
 class PooledCalls(ABC):
     """What `LLM` gets of it: the calls that generate nothing."""
 
+    config: EngineConfig
     facts: EngineFacts
     _tokenizer: TextTokenizer | None
 
@@ -139,7 +141,8 @@ class PooledCalls(ABC):
         prompts = [reader.read(one, choice) for one in as_inputs(inputs)]
         told = [_to_vector(finish) for finish in self._pool(prompts)]
         folder = self.facts.tokenizer_dir
-        labels = read_labels(Path(folder) / CONFIG) if folder else {}
+        labels = dict(read_labels(Path(folder) / CONFIG) if folder else {})
+        labels |= labels_of(self.config.hf_overrides)
         return [
             ClassificationOutput(
                 prompt_token_ids=prompt.token_ids, probs=probs, label=likeliest(probs, labels)

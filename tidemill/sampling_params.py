@@ -30,7 +30,9 @@ class SparseParams:
     """The sparse cache of full-canvas models (LLaDA, Dream): an approximation that keeps a share of
     the keys and values outside of the block that is being revealed.
 
-    Values are checked when the request is admitted. Models whose cache is exact refuse it.
+    Values are checked when the request is admitted; where it is not enabled nothing but
+    `block_length` is asked for, and no other value is looked at. Models whose cache is exact refuse
+    it as the knob `cache`, which it is.
     """
 
     enabled: bool = False

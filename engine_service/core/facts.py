@@ -41,5 +41,7 @@ class EngineFacts:
     pipeline_parallel_size: int = 1
     expert_parallel: bool = False
     role: str = "both"
+    approximate_caches: tuple[str, ...] = ()
+    """Of its methods."""
     kv_layout: KvLayout | None = None
     """Of engines that move pages; None: it is neither a prefill nor a decode engine."""

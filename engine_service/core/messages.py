@@ -145,6 +145,17 @@ class Finish(NamedTuple):
     """Of a traced sequence: tokens that were shown and gave way to others."""
     cache_refreshes: int = 0
     """Of a traced sequence: steps that computed anew what the canvas keeps of itself."""
+    num_blocks: int = 0
+    """From the first token behind the prompt to the last generated one."""
+
+
+class ShownCanvas(NamedTuple):
+    """The tentative tail of a sequence, from position `start` on."""
+
+    start: int
+    block: int
+    """Of its first open position, as Blocks counts them."""
+    canvas: Canvas
 
 
 class Load(NamedTuple):
@@ -183,8 +194,7 @@ class StepOutput(NamedTuple):
     prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]]
     """(row, first prompt position, one entry per position)."""
     finished: list[tuple[int, Finish]]
-    canvas: list[tuple[int, int, Canvas]]
-    """(row, position of the canvas, canvas)."""
+    canvas: list[tuple[int, ShownCanvas]]
     load: Load
     opened: Sequence[tuple[int, int]] = ()
     """(row, tokens of its prompt that came out of the cache), with the row's first tokens."""

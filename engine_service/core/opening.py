@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from engine_service.core.admission import Admitted
+from engine_service.core.blocks import Blocks
 from engine_service.core.messages import Submit
 from engine_service.core.pages import PageManager
 from engine_service.core.params import ResolvedSampling
 from engine_service.core.pinning import pin
 from engine_service.core.request import Request
+from engine_service.core.step import FULL
 from engine_service.core.strategy import DecodeStrategy
 
 
@@ -33,6 +37,7 @@ def open_request(submit: Submit, admitted: Admitted, pages: PageManager, now_ns:
         emit_canvas=submit.emit_canvas,
         score_from=prompt_len if sampling.prompt_logprobs is None else 1,
         max_len=max_len,
+        blocks=_blocks_of(strategy, prompt_len, max_len, params),
         stop_ids=sampling.stop_token_ids,
         pinned=pinned,
         is_plain=_is_plain(submit, strategy, sampling) and found.constraint is None,
@@ -41,6 +46,13 @@ def open_request(submit: Submit, admitted: Admitted, pages: PageManager, now_ns:
         only_prefills=submit.only_prefills,
         marks=[] if submit.traced else None,
     )
+
+
+def _blocks_of(strategy: DecodeStrategy, prompt_len: int, max_len: int, params: Any) -> Blocks:
+    """What one span decides on is a block, in models that have none of their own."""
+    if strategy.mask_block < FULL:
+        return Blocks(0, strategy.mask_block)
+    return Blocks(prompt_len, max(1, strategy.needs(prompt_len, max_len, params).logits))
 
 
 def _is_plain(submit: Submit, strategy: DecodeStrategy, sampling: ResolvedSampling) -> bool:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import struct
 
-from engine_service.core.messages import Finish, Load, StepOutput
-from engine_service.core.step import Canvas, TokenLogprobs
+from engine_service.core.messages import Finish, Load, ShownCanvas, StepOutput
+from engine_service.core.step import TokenLogprobs
 
 
 class OutputWriter:
@@ -59,9 +59,9 @@ class OutputWriter:
         """The terminal event of `key`."""
         self._finished.append((self.row_of(key), finish))
 
-    def canvas(self, row: int, position: int, canvas: Canvas) -> None:
-        """The tentative tail that starts at `position`."""
-        self._canvas.append((row, position, canvas))
+    def canvas(self, key: int, shown: ShownCanvas) -> None:
+        """The tentative tail of `key`."""
+        self._canvas.append((self.row_of(key), shown))
 
     def take(self, load: Load) -> StepOutput:
         """Everything written since the last call. Sequence numbers count from 1."""
@@ -89,5 +89,5 @@ class OutputWriter:
         self._logprobs: list[tuple[int, list[TokenLogprobs | None]]] = []
         self._prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]] = []
         self._finished: list[tuple[int, Finish]] = []
-        self._canvas: list[tuple[int, int, Canvas]] = []
+        self._canvas: list[tuple[int, ShownCanvas]] = []
         self._opened: list[tuple[int, int]] = []

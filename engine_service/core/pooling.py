@@ -39,6 +39,7 @@ class Pooling(DecodeStrategy):
         mask_token_id: int | None,
         logits_shift: int,
         eos_token_ids: tuple[int, ...] = (),
+        eot_token_ids: tuple[int, ...] = (),
     ) -> Pooling:
         """Every model has hidden states."""
         return cls(mask_block)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from engine_service.core.blocks import Blocks
 from engine_service.core.constraint import Constraint
 from engine_service.core.finish import Stop
-from engine_service.core.messages import Finish, FinishReason, Mark, Timings, Usage
+from engine_service.core.messages import Finish, FinishReason, Mark, ShownCanvas, Timings, Usage
 from engine_service.core.pages import PageTable
 from engine_service.core.params import ResolvedSampling
 from engine_service.core.pinning import Pinned, num_pinned_before, pin, pinned_from
@@ -59,6 +60,7 @@ class Request:
     """First prompt position still to be scored; prompt_len when none is."""
     max_len: int
     """Committed tokens at which it ends at the latest."""
+    blocks: Blocks
     stop_ids: frozenset[int]
     """Of `sampling`; here because every token is compared with them."""
     is_plain: bool
@@ -126,17 +128,20 @@ class Request:
         """Takes down that a chunk of the prompt, or a block, is done: by the last `num_run` tokens,
         after which another block is begun, or nothing is left to do. `denoised` is the canvas ahead
         of the step, if that took a denoising step."""
+        marks = self.marks
+        if marks is None:
+            return
         denoises = denoised is not None
-        if denoised is not None and self.marks is not None:
+        if denoised is not None:
             now = (*self.committed[len(self.committed) - num_run :], *self.canvas.token_ids)
             pairs, mask = zip(denoised.token_ids, now, strict=False), self.strategy.mask_token_id
             self.remasks += sum(before not in (mask, after) for before, after in pairs)
             self.cache_refreshes += span.is_whole and span.kv_len > 0
-        marks, stop, size = self.marks, len(self.committed), self.strategy.mask_block
-        is_full = stop // size > (stop - num_run) // size or not self.canvas.token_ids
+        stop, block_at = len(self.committed), self.blocks.at
+        is_full = block_at(stop) > block_at(stop - num_run) or not self.canvas.token_ids
         is_block = denoises and num_run > 0 and is_full
         is_chunk = span.decide_stop == span.decide_start or self.strategy.append_only
-        if marks is None or not (is_block or (is_chunk and span.start < self.prompt_len)):
+        if not (is_block or (is_chunk and span.start < self.prompt_len)):
             return
         before = [mark.num_tokens for mark in marks if mark.is_block is is_block]
         if len(before) < MAX_MARKS:
@@ -178,6 +183,12 @@ class Request:
             self.params,
             self.score_from,
         )
+
+    def shown(self) -> ShownCanvas:
+        """The canvas as whoever watches is told of it, with the block that is decided next."""
+        start, canvas = len(self.committed), self.canvas
+        opened = start + canvas.fixed.index(False) if False in canvas.fixed else start
+        return ShownCanvas(start, self.blocks.at(opened), canvas)
 
     def new_row(self) -> NewRow:
         """What a worker must know to take it into its row."""
@@ -238,4 +249,7 @@ class Request:
             tuple(self.marks or ()),
             self.remasks,
             self.cache_refreshes,
+            self.blocks.num_generated(
+                self.prompt_len, output_tokens, [position for position, _ in self.pinned]
+            ),
         )

@@ -271,7 +271,7 @@ class Scheduler:
             self._report_scores(request, span, decision)
         is_shown = request.emit_canvas and len(committed) >= request.told_len
         if is_shown and canvas.token_ids and (run or canvas != before):
-            self._output.canvas(self._output.row_of(request.key), len(committed), canvas)
+            self._output.canvas(request.key, request.shown())
         if (ending := request.ends_by(stop, decision)) is not None:
             self._end(request, ending, now)
 

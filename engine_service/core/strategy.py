@@ -45,7 +45,6 @@ class Needs(NamedTuple):
 class Budget:
     """What is left of the step: query tokens, of them those of whole canvases, rows of logits, and
     rows that do something.
-
     The last whole canvas may overdraw its share: one always makes progress. StepDraft counts it
     down; a tuple made anew for every row would cost a tenth of the scheduler's time at 256 rows.
     """
@@ -98,10 +97,11 @@ class DecodeStrategy(ABC):
     """What an open position of a canvas holds as long as nothing is known of it."""
     default_max_tokens: ClassVar[int | None] = None
     """Output length of requests that ask for none; None: what the context holds."""
+    approximate_caches: ClassVar[tuple[str, ...]] = ()
+    """Values of the knob `cache` under which answers are approximations."""
     append_only: ClassVar[bool] = False
     """What a span decides is committed whole, its KV is final and there is no canvas: `settle` says
     Update(decision.token_ids, decision.logprobs, span.stop, canvas), and `advance` never None.
-
     The core relies on it to skip both questions for most tokens: `settle` is asked where a run may
     end the request or fills a unit of pages.
     """
@@ -115,6 +115,7 @@ class DecodeStrategy(ABC):
         mask_token_id: int | None,
         logits_shift: int,
         eos_token_ids: tuple[int, ...] = (),
+        eot_token_ids: tuple[int, ...] = (),
     ) -> DecodeStrategy:
         """The method as a model with these traits runs it; raises Unsupported if it cannot."""
 
@@ -123,8 +124,7 @@ class DecodeStrategy(ABC):
         """Checks raw knobs; raises InvalidRequest naming the unknown or wrong one."""
 
     def with_defaults(self, defaults: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-        """A request's knobs over the engine's default ones, for `parse`. A method may leave out
-        defaults that mean nothing beside what is asked."""
+        """A request's knobs over the engine's default ones, but those that mean nothing to it."""
         return {**defaults, **asked}
 
     def constrained(self, params: Any, asked: dict[str, Any]) -> Any:

@@ -44,6 +44,7 @@ class Autoregressive(DecodeStrategy):
         mask_token_id: int | None,
         logits_shift: int,
         eos_token_ids: tuple[int, ...] = (),
+        eot_token_ids: tuple[int, ...] = (),
     ) -> Autoregressive:
         """Any model with a next-token head can do it."""
         return cls()

@@ -42,12 +42,13 @@ class BlockDiffusion(DecodeStrategy):
         mask_token_id: int,
         logits_shift: int = 0,
         eos_token_ids: tuple[int, ...] = (),
+        eot_token_ids: tuple[int, ...] = (),
     ) -> None:
         self.mask_block = self.max_decide = block
         self.min_tokens_per_step = block + logits_shift
         self.mask_token_id: int = mask_token_id
         self._shift = logits_shift
-        self._eos_token_ids = eos_token_ids
+        self._ends = (eos_token_ids, eot_token_ids)
 
     @classmethod
     def for_model(
@@ -57,6 +58,7 @@ class BlockDiffusion(DecodeStrategy):
         mask_token_id: int | None,
         logits_shift: int,
         eos_token_ids: tuple[int, ...] = (),
+        eot_token_ids: tuple[int, ...] = (),
     ) -> BlockDiffusion:
         """Raises Unsupported for a model without a mask token."""
         if mask_token_id is None:
@@ -66,6 +68,7 @@ class BlockDiffusion(DecodeStrategy):
             mask_token_id=mask_token_id,
             logits_shift=logits_shift,
             eos_token_ids=eos_token_ids,
+            eot_token_ids=eot_token_ids,
         )
 
     def with_defaults(self, defaults: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +149,7 @@ class BlockDiffusion(DecodeStrategy):
     def bind(self, max_rows: int, device: Any) -> None:
         """What the rules need per row."""
         self._tables = RevealTables(
-            max_rows, device, mask_token_id=self.mask_token_id, eos_token_ids=self._eos_token_ids
+            max_rows, device, mask_token_id=self.mask_token_id, ends=self._ends
         )
 
     def admit(self, rows: list[NewRow]) -> None:

@@ -7,7 +7,7 @@ every token revealed, so they are never shared between requests.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -16,60 +16,30 @@ import torch
 from engine_service.core.step import FULL, Canvas, Decision, NewRow, Span, Update
 from engine_service.core.strategy import Budget, DecodeStrategy, KeyChoice, Needs, View
 from engine_service.decoding.canvas_cache import (
+    CACHES,
     KNOBS,
-    NO_CACHE,
-    CanvasCache,
     read_cache,
     without_other_caches,
 )
+from engine_service.decoding.canvas_params import DEFAULT_BLOCK, FullCanvasParams
 from engine_service.decoding.knobs import read_number, read_whole, reject_unknown, wrong_knob
 from engine_service.decoding.pace import left_open
 from engine_service.decoding.reveal import RevealTables
 from engine_service.decoding.reveal_knobs import (
-    RevealKnobs,
     read_knobs,
-    remembers,
     with_defaults,
 )
 from engine_service.decoding.tail import count_fixed, masks, merge
-from engine_service.resolve import CANVAS_BLOCK
 from engine_service.sampling.batch import DecideBatch, DecideResult
 from engine_service.staging import stage
 from tidemill.runtime.errors import Unsupported
 
-DEFAULT_BLOCK = CANVAS_BLOCK
-"""Positions per block of requests that name none (Fast-dLLM's)."""
 _MOST = 1 << 20
 """Beyond every context; what really fits is said when the length is known."""
 _MOST_SCALE = 1e6
 """Of guidance: times logits it stays in float32."""
 _DEFAULT_ANSWER = 128
 """Positions of the answer of requests without max_tokens (LLaDA's)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FullCanvasParams(RevealKnobs):
-    """Knobs of one request: its rule's, where `steps` are those of the whole answer as LLaDA counts
-    them (0: one position a step), and the canvas's."""
-
-    block_length: int | None = None
-    """None: DEFAULT_BLOCK, or the answer's length if that is less."""
-    cache: CanvasCache = NO_CACHE
-    cfg_scale: float = 0.0
-    """Classifier-free guidance: how far logits move away from those without the prompt; 0: off."""
-
-    def block_of(self, answer_len: int) -> int:
-        """Positions per block of an answer."""
-        return self.block_length or min(DEFAULT_BLOCK, answer_len)
-
-    def steps_of(self, answer_len: int) -> int:
-        """Decisions that a schedule takes for each block of an answer."""
-        block = self.block_of(answer_len)
-        return self.steps // -(-answer_len // block) or block
-
-    def resumes(self) -> bool:
-        """Whether a block can go on half way: nothing of how it went so far has to be known."""
-        return self.cache.is_exact and not remembers(self)
 
 
 class FullCanvas(DecodeStrategy):
@@ -80,13 +50,19 @@ class FullCanvas(DecodeStrategy):
     supports = frozenset({"logprobs", "min_tokens", "logit_bias", "canvas", "pinned"})
     mask_block = FULL
     default_max_tokens = _DEFAULT_ANSWER
+    approximate_caches = CACHES[1:]
 
     def __init__(
-        self, *, mask_token_id: int, logits_shift: int, eos_token_ids: tuple[int, ...] = ()
+        self,
+        *,
+        mask_token_id: int,
+        logits_shift: int,
+        eos_token_ids: tuple[int, ...] = (),
+        eot_token_ids: tuple[int, ...] = (),
     ) -> None:
         self.mask_token_id: int = mask_token_id
         self._shift = logits_shift
-        self._eos_token_ids = eos_token_ids
+        self._ends = (eos_token_ids, eot_token_ids)
 
     @classmethod
     def for_model(
@@ -96,6 +72,7 @@ class FullCanvas(DecodeStrategy):
         mask_token_id: int | None,
         logits_shift: int,
         eos_token_ids: tuple[int, ...] = (),
+        eot_token_ids: tuple[int, ...] = (),
     ) -> FullCanvas:
         """Raises Unsupported for a model without a mask token, or one that does not see all."""
         if mask_token_id is None or mask_block < FULL:
@@ -104,7 +81,10 @@ class FullCanvas(DecodeStrategy):
                 param="method",
             )
         return cls(
-            mask_token_id=mask_token_id, logits_shift=logits_shift, eos_token_ids=eos_token_ids
+            mask_token_id=mask_token_id,
+            logits_shift=logits_shift,
+            eos_token_ids=eos_token_ids,
+            eot_token_ids=eot_token_ids,
         )
 
     def with_defaults(self, defaults: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
@@ -139,11 +119,10 @@ class FullCanvas(DecodeStrategy):
                 "block_length", block, f"at most the length of the answer, max_tokens {answer}"
             )
         blocks = -(-answer // block)
-        steps = params.steps
-        if steps % blocks or steps > blocks * block:
+        if params.steps % blocks or params.steps > blocks * block:
             raise wrong_knob(
                 "steps",
-                steps,
+                params.steps,
                 f"a multiple of the {blocks} blocks of {block} positions that max_tokens {answer} "
                 f"makes, from {blocks} to {blocks * block}",
             )
@@ -231,7 +210,7 @@ class FullCanvas(DecodeStrategy):
     def bind(self, max_rows: int, device: Any) -> None:
         """Tables of the rows' rules; the columns of a decision are as many as the longest block."""
         self._reveal = RevealTables(
-            max_rows, device, mask_token_id=self.mask_token_id, eos_token_ids=self._eos_token_ids
+            max_rows, device, mask_token_id=self.mask_token_id, ends=self._ends
         )
         self._blocks = [1] * (max_rows + 1)
         self._kept_by: dict[int, tuple[FullCanvasParams, int, int]] = {}

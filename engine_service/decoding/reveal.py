@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from engine_service.decoding.reveal_knobs import RevealKnobs, remembers
-from engine_service.decoding.rules import RULES
-from engine_service.decoding.settle import RevealState, open_settling
+from engine_service.decoding.rules import RULES, Count
+from engine_service.decoding.settle import RevealState, held_back, open_settling
 from engine_service.kernels.reveal_rows import RowStates
 from engine_service.sampling.batch import DecideBatch, DecideResult
+from engine_service.sampling.held import HeldIds
 from engine_service.sampling.sampler import choose_with_confidence, token_logprobs
 from engine_service.staging import stage
 
@@ -30,10 +31,10 @@ class RevealTables:
         device: torch.device,
         *,
         mask_token_id: int,
-        eos_token_ids: tuple[int, ...] = (),
+        ends: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     ) -> None:
+        """`ends` are the ids that end a text, and those that end a turn."""
         lines = max_rows + 1
-        eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
         rows = RowStates(
             rules=torch.zeros((lines, 8), dtype=torch.int64, device=device),
             limits=torch.zeros((lines, 6), dtype=torch.float64, device=device),
@@ -42,7 +43,10 @@ class RevealTables:
         )
         rows.rules[:, [2, 5]] = 1
         rows.limits[:, 4] = torch.inf
-        self._state = RevealState(rows, mask_token_id, eos)
+        self._state = RevealState(rows, mask_token_id)
+        self._ends = torch.tensor(sorted({*ends[0], *ends[1]}), dtype=torch.int64, device=device)
+        late = torch.tensor(ends[1] or ends[0], dtype=torch.int64, device=device)
+        self._ends_when_drawn = torch.isin(self._ends, late)
 
     def admit(
         self,
@@ -69,7 +73,8 @@ class RevealTables:
             progress = (taken, start, 0)
             lines.append((rule.order, rule.count, *schedule, own.eos_last, *progress))
             least = math.inf if own.edit_threshold is None else own.edit_threshold
-            bounds = (own.threshold, own.low_threshold, own.factor, own.entropy_bound)
+            first = own.start_threshold if rule.count is Count.AT_MOST else own.threshold
+            bounds = (first, own.low_threshold, own.factor, own.entropy_bound)
             limits.append((*bounds, least, own.alg_temp))
         where, whole, real = stage(
             [
@@ -77,7 +82,7 @@ class RevealTables:
                 np.array(lines, dtype=np.int64),
                 np.array(limits, dtype=np.float64),
             ],
-            self._state.eos_token_ids.device,
+            self._ends.device,
         )
         states = self._state.rows
         states.rules[where] = whole[:, :8]
@@ -91,12 +96,19 @@ class RevealTables:
         longest block of any row. Captured in CUDA graphs: nothing here waits for the device.
         """
         settling = open_settling(batch, self._state, width=width)
-        choice = choose_with_confidence(batch, settling.draws)
+        held = None
+        if batch.wants.holds_ends:
+            late = self._state.rows.rules[:, 7].bool()
+            held = HeldIds(self._ends, late, self._ends_when_drawn)
+        choice = choose_with_confidence(batch, settling.draws, held)
         # Before it is written.
         was_open = None
         if batch.wants.max_logprobs is not None:
             was_open = ~batch.tables.fixed[batch.rows, batch.positions]
-        token_ids, final = settling.settle(choice)
+        seen = choice
+        if held is not None:
+            seen = held_back(choice, held.chosen(batch, choice.token_ids))
+        token_ids, final = settling.settle(seen)
         told = choice.token_ids
         if was_open is not None:
             # A token that was not chosen anew is final too where editing ends.

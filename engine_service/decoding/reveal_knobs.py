@@ -26,6 +26,10 @@ MAX_PARALLEL = 1 << 16
 """Largest `max_parallel`: more positions than any block has."""
 
 
+LEAST_START, MOST_START = 0.1, 0.9
+"""Between them the adaptive rule's threshold moves."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RevealKnobs:
     """What a rule needs to know of a request. Knobs that it does not read keep their defaults."""
@@ -41,13 +45,17 @@ class RevealKnobs:
     """Nats."""
     max_parallel: int = 8
     """Most positions per step."""
+    start_threshold: float = 0.3
+    """Of every block; it adapts from there."""
     low_threshold: float = 0.4
     """Confidence above which the best position of every run of masks is revealed."""
     alg_temp: float = 0.0
     """Temperature of the choice of positions (Dream's); 0: the best ones."""
     eos_last: bool = False
-    """A position whose choice ends the answer falls when no other is left, except under rules that
-    go by chance or from the left (LLaDA's confidence_eos_eot_inf)."""
+    """What ends the answer does not count in how sure a choice is, and a position whose choice it
+    is falls when no other is left (LLaDA's confidence_eos_eot_inf). Where tokens are drawn that
+    holds, as there, for what ends a turn (EoT), or for all ends of a model that has no such token.
+    random, origin and sequential do not look at it. No graph decides for such a row."""
     edit_threshold: float | None = None
     """Probability above which another token takes the place of a revealed one; None: never."""
     max_post_edit_steps: int = 16
@@ -96,6 +104,9 @@ def read_knobs(knobs: dict[str, Any], *, max_steps: int) -> RevealKnobs:
         entropy_bound=read_number("entropy_bound", knobs.get("entropy_bound", 0.1), low=0.0),
         max_parallel=read_whole(
             "max_parallel", knobs.get("max_parallel", 8), low=1, high=MAX_PARALLEL
+        ),
+        start_threshold=read_number(
+            "start_threshold", knobs.get("start_threshold", 0.3), low=LEAST_START, high=MOST_START
         ),
         low_threshold=read_number("low_threshold", low_threshold, low=0.0, high=threshold),
         alg_temp=_read_warmth(knobs.get("alg_temp", 0.0)),

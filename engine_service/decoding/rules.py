@@ -76,7 +76,7 @@ RULES = {
     "topk_margin": Rule(Order.MARGIN, Count.DREAM_SCHEDULE, ("steps", "alg_temp")),
     "entropy": Rule(Order.NEGATIVE_ENTROPY, Count.DREAM_SCHEDULE, ("steps", "alg_temp")),
     "origin": Rule(Order.UNIFORM, Count.COINS, ("steps",)),
-    "adaptive": Rule(Order.CONFIDENCE, Count.AT_MOST, ("max_parallel",)),
+    "adaptive": Rule(Order.CONFIDENCE, Count.AT_MOST, ("max_parallel", "start_threshold")),
     "prefix": Rule(Order.FROM_THE_LEFT, Count.PREFIX, ("threshold",)),
     "hierarchical": Rule(Order.SPLITTING, Count.SPLITTING, ("threshold", "low_threshold")),
 }

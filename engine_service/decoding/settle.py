@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from engine_service.decoding.editing import Edit, edit
+from engine_service.decoding.reveal_knobs import LEAST_START, MOST_START
 from engine_service.decoding.rules import Count, Evidence, Order, Terms, present, reveal
 from engine_service.kernels.confidence import Confidence
 from engine_service.kernels.jit import runs_triton
@@ -21,9 +22,9 @@ from engine_service.kernels.reveal_rules import Codes
 from engine_service.sampling.batch import DecideBatch
 from engine_service.sampling.rng import Purpose, draw_keys, uniform
 
-_ADAPTIVE_START, _ADAPTIVE_STEP, _ADAPTIVE_LOW, _ADAPTIVE_HIGH = 0.3, 0.05, 0.1, 0.9
-_NUM_SURE, _LAST = 3, -1e9
-"""Measures of how sure a choice is, and what is below all of them."""
+_ADAPTIVE_STEP = 0.05
+_LAST = -1e9
+"""Below all measures of how sure a choice is."""
 _MANY, _FEW = 0.7, 0.3
 """Shares of the masks that the adaptive rule took, beyond which its threshold moves."""
 _CODES = Codes(
@@ -48,12 +49,10 @@ _CODES = Codes(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RevealState:
-    """What is kept of every row, and the model's own tokens."""
+    """What is kept of every row, and the model's mask token."""
 
     rows: RowStates
     mask_token_id: int
-    eos_token_ids: torch.Tensor
-    """[any] int64."""
 
 
 class Settled(NamedTuple):
@@ -103,7 +102,6 @@ class OnDevice:
             Choice(*(one.contiguous() for one in found)),
             width=self._width,
             mask_token_id=self._state.mask_token_id,
-            eos_token_ids=self._state.eos_token_ids,
             codes=_CODES,
         )
         return Settled(*made)
@@ -175,9 +173,6 @@ class InTorch:
         column = (batch.positions - start[span_of]).clamp(min=0, max=self._width - 1)
         terms = self._terms()
         measures = _measure(batch, choice, self.draws, terms)
-        ends = (choice.token_ids[:, None] == self._state.eos_token_ids).any(dim=1)
-        comes_last = ends & states.rules[batch.rows, 7].bool()
-        measures[:_NUM_SURE].masked_fill_(comes_last, _LAST)
         seen = _lay_out(measures, is_masked, (span_of, column), (len(start), self._width))
         take_RB = reveal(seen, terms)
         states.adapted[batch.span_rows] = adapt(terms.threshold_R, take_RB, seen.masked_RB)
@@ -188,7 +183,7 @@ class InTorch:
         order, count, steps, max_parallel, _, block, _, _ = states.rules[batch.span_rows].unbind(1)
         limits = states.limits[batch.span_rows].unbind(1)
         threshold, low_threshold, factor, bound, _, alg_temp = limits
-        adapted = torch.where(taken == 0, _ADAPTIVE_START, states.adapted[batch.span_rows])
+        adapted = torch.where(taken == 0, threshold, states.adapted[batch.span_rows])
         prompt_lens = batch.tables.prompt_lens[batch.span_rows]
         return Terms(
             order_R=order,
@@ -205,13 +200,22 @@ class InTorch:
         )
 
 
+def held_back(choice: Confidence, is_held: torch.Tensor) -> Confidence:
+    """The choice in which positions `is_held` [N] are less sure than any other."""
+    return choice._replace(
+        probs=choice.probs.masked_fill(is_held, _LAST),
+        margin=choice.margin.masked_fill(is_held, _LAST),
+        entropy=choice.entropy.masked_fill(is_held, -_LAST),
+    )
+
+
 def adapt(
     threshold_R: torch.Tensor, take_RB: torch.Tensor, masked_RB: torch.Tensor
 ) -> torch.Tensor:
     """[R] float64: the adaptive rule's threshold in the next step."""
     share = take_RB.sum(dim=1) / masked_RB.sum(dim=1).clamp(min=1).double()
     move = _ADAPTIVE_STEP * ((share > _MANY).double() - (share < _FEW).double())
-    return (threshold_R + move).clamp(_ADAPTIVE_LOW, _ADAPTIVE_HIGH)
+    return (threshold_R + move).clamp(LEAST_START, MOST_START)
 
 
 def _measure(

@@ -67,24 +67,16 @@ def _see(
     block: Block,
     held: Held,
     masked: tl.tensor,
-    states: RowStates,
     rows: RowTokens,
-    eos_ptr: tl.tensor,
-    NUM_EOS: tl.constexpr,
     C: tl.constexpr,
     B: tl.constexpr,
 ) -> Seen:
-    # An end of sequence may have to wait until nothing else is left.
-    ends = tl.arange(0, B) < 0
-    for slot in tl.static_range(NUM_EOS):
-        ends = ends | (held.token == tl.load(eos_ptr + slot))
-    ends = ends & (tl.load(states.rules + block.line * 8 + 7) != 0)
     key = draw_key(tl.load(rows.seeds + block.line), held.position, block.taken, C.remask)
     return Seen(
         masked,
-        tl.where(ends, -1e9, held.probs),
-        tl.where(ends, -1e9, held.margin),
-        tl.where(ends, -1e9, -held.entropy),
+        held.probs,
+        held.margin,
+        -held.entropy,
         unit_number(tl.zeros([B], tl.int32), key),
     )
 
@@ -94,7 +86,7 @@ def _read_terms(block: Block, states: RowStates, rows: RowTokens, C: tl.constexp
     rule, limit = states.rules + block.line * 8, states.limits + block.line * 6
     way, steps, length = tl.load(rule + 1), tl.load(rule + 2), tl.load(rule + 5)
     adapted = tl.load(states.adapted + block.line)
-    adapted = tl.where(block.taken == 0, tl.full([], 0.3, tl.float64), adapted)
+    adapted = tl.where(block.taken == 0, tl.load(limit), adapted)
     return Terms(
         tl.load(rule),
         way,
@@ -116,13 +108,11 @@ def _reveal_kernel(
     states: RowStates,
     rows: RowTokens,
     choice: Choice,
-    eos_ptr: tl.tensor,
     token_ptr: tl.tensor,
     final_ptr: tl.tensor,
     num_positions: tl.tensor,
     table_width: tl.tensor,
     mask_id: tl.tensor,
-    NUM_EOS: tl.constexpr,
     C: tl.constexpr,
     B: tl.constexpr,
 ) -> None:
@@ -131,7 +121,7 @@ def _reveal_kernel(
     least = tl.load(states.limits + block.line * 6 + 4)
     edits = least < float("inf")
     masked = held.is_open & ((held.current == mask_id) | (edits == 0))
-    seen = _see(block, held, masked, states, rows, eos_ptr, NUM_EOS, C, B)
+    seen = _see(block, held, masked, rows, C, B)
     terms = _read_terms(block, states, rows, C)
     rank = ranks_of(score_of(seen, terms, C, B), B)
     take = masked & (rank < count_falling(seen, terms, rank, C, B))
@@ -166,7 +156,6 @@ def reveal_triton(
     *,
     width: int,
     mask_token_id: int,
-    eos_token_ids: torch.Tensor,
     codes: Codes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """([N] int64 tokens, [N] bool whether they are final), both written into `rows` too.
@@ -184,13 +173,11 @@ def reveal_triton(
         states,
         rows._replace(fixed=rows.fixed.view(torch.uint8)),
         choice,
-        eos_token_ids,
         token_ids,
         final.view(torch.uint8),
         len(spans.positions),
         rows.tokens.stride(0),
         mask_token_id,
-        NUM_EOS=len(eos_token_ids),
         C=codes,
         B=block,
         num_warps=8 if block > 64 else 4 if block > 16 else 1,

@@ -17,7 +17,7 @@ class RowStates(NamedTuple):
 
     rules: torch.Tensor
     """[L, 8] int64: order, count, steps, max_parallel, origin, block length, most steps of editing
-    alone, whether ends come last."""
+    alone, whether ends come last (decoding/reveal.py, not the kernel, looks at it)."""
     limits: torch.Tensor
     """[L, 6] float64: threshold, low_threshold, factor, entropy_bound, edit_threshold (infinite:
     none), alg_temp."""

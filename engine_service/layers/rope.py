@@ -94,10 +94,12 @@ def read_rope(
     factor = raw.get("factor")
     if factor is None:
         factor = max_len / original if kind == "yarn" else 1.0
+    newer = hf_config.get("rope_parameters") or {}  # rope_scaling may be said over it, without one
+    thetas = (one.get("rope_theta") for one in (raw, hf_config, newer))
     return RopeParameters(
         kind=kind,
         rotary_dim=_rotary_dim(head_dim, share),
-        theta=float(raw.get("rope_theta") or hf_config.get("rope_theta") or 10000.0),
+        theta=float(next(filter(None, thetas), 10000.0)),
         factor=float(factor),
         original_max_len=original,
         low_freq_factor=float(raw.get("low_freq_factor") or 1.0),

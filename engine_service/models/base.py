@@ -6,7 +6,7 @@ It does not know files or downloads: a model is described by its config.json as 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from engine_service.distributed import ALONE, Group
 from engine_service.kernels.vocab_share import VocabShare
 from engine_service.layers.rope import RopeParameters
 from engine_service.layers.slots import Slots
+from engine_service.models.detection import find_architecture
 from tidemill.runtime.errors import Unsupported
 
 EXPERTS = "experts"
@@ -49,6 +50,9 @@ class ModelTraits:
     dtype: str
     """Number format of the checkpoint: float32, bfloat16 or float16."""
     eos_token_ids: tuple[int, ...]
+    eot_token_ids: tuple[int, ...] = ()
+    """What ends a turn, where the vocabulary tells that from the end of a text; they need not be
+    among those that end a sequence."""
     mask_block: int = 1
     """Granularity of the attention mask the model was trained with; 1 is causal."""
     mask_token_id: int | None = None
@@ -208,8 +212,9 @@ class ModelRegistry:
         return tuple(sorted(self._classes))
 
     def find(self, hf_config: HFConfig) -> type[CausalModel]:
-        """The class that config.json asks for; raises Unsupported listing the known ones."""
-        asked = _architecture(hf_config, self._classes.keys())
+        """The class that config.json asks for; raises Unsupported listing the known ones,
+        and what `find_architecture` raises."""
+        asked = find_architecture(hf_config, self._classes.keys())
         if asked in self._classes:
             return self._classes[asked]
         raise Unsupported(
@@ -218,48 +223,6 @@ class ModelRegistry:
             reason="ARCHITECTURE_UNSUPPORTED",
             param="model",
         )
-
-
-_MODEL_TYPES = {
-    "Dream": "DreamModel",
-    "Fast_dLLM_Qwen": "Fast_dLLM_QwenForCausalLM",
-    "llada": "LLaDAModelLM",
-    "llada2_moe": "LLaDA2MoeModelLM",
-    "sdar": "SDARForCausalLM",
-    "sdar_moe": "SDARMoeForCausalLM",
-}
-"""Diffusion models by model_type. Autoregressive ones go by their architecture alone, because
-classifiers and reward models share their model_type."""
-
-_BLOCK_MODELS = {
-    ("qwen2", "bd_size"): "Fast_dLLM_QwenForCausalLM",
-    ("qwen3", "block_size"): "SDARForCausalLM",
-    ("qwen3moe", "block_size"): "SDARMoeForCausalLM",
-}
-"""Block models by the weights they share and the key that gives the length of their blocks."""
-
-
-def _architecture(hf_config: HFConfig, known: Collection[str]) -> str:
-    """The architecture that a config.json means, known or not; empty if it gives no sign of one.
-
-    A length of blocks on a Qwen config says that it is no autoregressive one, whatever its name.
-    Otherwise by name, by model_type, by keys of the diffusion models that come without either.
-    """
-    named = next(iter(hf_config.get("architectures") or ()), "")
-    model_type = hf_config.get("model_type") or ""
-    family = (named.removesuffix("ForCausalLM") or model_type).replace("_", "").lower()
-    for length in ("bd_size", "block_size"):
-        if family.startswith("qwen") and hf_config.get(length):
-            return _BLOCK_MODELS.get((family, length), f"{named or model_type} with {length}")
-    if named in known:
-        return named
-    if model_type in _MODEL_TYPES:
-        return _MODEL_TYPES[model_type]
-    if hf_config.get("uses_shifted_prediction"):
-        return "DreamModel"
-    if not named and {"d_model", "n_heads"} <= hf_config.keys():
-        return "LLaDAModelLM"
-    return named
 
 
 REGISTRY = ModelRegistry()

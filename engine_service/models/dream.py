@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from engine_service.core.step import FULL
 from engine_service.models.base import HFConfig, ModelTraits, register_model
-from engine_service.models.hf_config import mask_token_id
+from engine_service.models.hf_config import logits_shift, mask_token_id
 from engine_service.models.qwen2 import Qwen2
 from tidemill.runtime.errors import Unsupported
 
@@ -37,7 +37,7 @@ class Dream(Qwen2):
             super().read_traits(full, added_tokens),
             mask_block=FULL,
             mask_token_id=mask_token_id(full, {**_MASK_TOKEN, **added_tokens}),
-            logits_shift=1,
+            logits_shift=logits_shift(full, 1),
             default_method="full_canvas",
             methods=("full_canvas",),
         )

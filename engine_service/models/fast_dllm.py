@@ -8,9 +8,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from engine_service.models.base import HFConfig, ModelTraits, register_model
-from engine_service.models.hf_config import mask_token_id, positive
+from engine_service.models.hf_config import block_length, logits_shift, mask_token_id
 from engine_service.models.qwen2 import Qwen2
 
+_BLOCK = 32
 _MASK_TOKEN = {"<|mdm_mask|>": 151665}
 """The published mask token, for checkpoints that do not name theirs."""
 
@@ -21,13 +22,14 @@ class FastDLLM(Qwen2):
 
     @classmethod
     def read_traits(cls, hf_config: HFConfig, added_tokens: Mapping[str, int]) -> ModelTraits:
-        full = {"bd_size": 32, "architectures": ["Fast_dLLM_QwenForCausalLM"], **hf_config}
-        full["is_causal"] = True  # Qwen2's, which is asked below; blocks are what they are
+        named = hf_config.get("architectures") or ["Fast_dLLM_QwenForCausalLM"]
+        # Qwen2, which is asked below, would refuse blocks that are not causal.
+        full = {**hf_config, "architectures": named, "is_causal": True}
         return dataclasses.replace(
             super().read_traits(full, added_tokens),
-            mask_block=positive(full, "bd_size"),
+            mask_block=block_length(full, _BLOCK),
             mask_token_id=mask_token_id(full, {**_MASK_TOKEN, **added_tokens}),
-            logits_shift=1,
+            logits_shift=logits_shift(full, 1),
             default_method="block_diffusion",
             methods=("block_diffusion",),
         )

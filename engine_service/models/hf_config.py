@@ -11,6 +11,7 @@ from typing import Any
 
 from engine_service.layers.rope import read_rope, scaled_max_len
 from engine_service.models.base import HFConfig, ModelTraits
+from engine_service.models.detection import BLOCK_KEYS, MASK_KEYS
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -32,6 +33,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Keys that change the arithmetic, with the values that leave it as it is."""
 
 _MASK_TOKENS = ("<|MASK|>", "<|mask|>", "<|mdm_mask|>")
+_EOT_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|role_end|>")
 _EXPERT_COUNTS = ("num_local_experts", "num_experts")
 """Two spellings of one number. Defaults are written in the second."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -115,18 +117,46 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 def mask_token_id(hf_config: HFConfig, added_tokens: Mapping[str, int]) -> int:
     """config.json first, then the tokenizer's added tokens; raises InvalidRequest without one."""
-    found = hf_config.get("mask_token_id")
-    if found is None:
-        found = next((added_tokens[name] for name in _MASK_TOKENS if name in added_tokens), None)
+    said = [hf_config[key] for key in MASK_KEYS if hf_config.get(key) is not None]
+    said += [added_tokens[name] for name in _MASK_TOKENS if name in added_tokens]
+    found = said[0] if said else None
     vocab_size = positive(hf_config, "vocab_size")
-    if found is None or not 0 <= found < vocab_size:
+    if not isinstance(found, int) or not 0 <= found < vocab_size:
         raise InvalidRequest(
             f"the mask token of this diffusion model is {found!r}, which is not an id below "
-            f"the vocabulary size {vocab_size}: set mask_token_id in config.json, or add one of "
+            f"the vocabulary size {vocab_size}: say which, "
+            "--hf-overrides '{\"mask_token_id\": N}', or add one of "
             f"{', '.join(_MASK_TOKENS)} to the tokenizer's added tokens",
             param="mask_token_id",
         )
     return found
+
+
+def block_length(hf_config: HFConfig, default: int) -> int:
+    """Positions of a block, under either name; raises InvalidRequest for two that differ."""
+    said = {key: hf_config[key] for key in BLOCK_KEYS if hf_config.get(key) is not None}
+    if len(set(map(str, said.values()))) > 1:
+        told = " and ".join(f"{key} {value!r}" for key, value in said.items())
+        raise InvalidRequest(
+            f"config.json: {told} are two lengths of a block; leave one of them out, for example "
+            "with --hf-overrides '{\"bd_size\": null}'",
+            param="block_size",
+        )
+    key = next(iter(said), "block_size")
+    return positive({key: said.get(key, default)}, key)
+
+
+def logits_shift(hf_config: HFConfig, default: int) -> int:
+    """How far behind a position the query is that its token is decided from: the architecture's
+    own, unless `uses_shifted_prediction` says otherwise."""
+    said = hf_config.get("uses_shifted_prediction")
+    return default if said is None else int(bool(said))
+
+
+def eot_token_ids(added_tokens: Mapping[str, int], vocab_size: int) -> tuple[int, ...]:
+    """What ends a turn, by the names that it has among a tokenizer's added tokens."""
+    found = (added_tokens[name] for name in _EOT_TOKENS if name in added_tokens)
+    return tuple(one for one in found if 0 <= one < vocab_size)
 
 
 def full_windows(hf_config: HFConfig) -> tuple[int | None, ...]:

@@ -12,7 +12,13 @@ from engine_service.layers.slots import Slots
 from engine_service.models.base import HFConfig, ModelTraits, register_model
 from engine_service.models.decoder import Decoder
 from engine_service.models.decoder_layer import DecoderOptions
-from engine_service.models.hf_config import decoder_traits, full_windows, mask_token_id, positive
+from engine_service.models.hf_config import (
+    decoder_traits,
+    full_windows,
+    logits_shift,
+    mask_token_id,
+    positive,
+)
 from tidemill.runtime.errors import Unsupported
 
 _SIZES = {
@@ -47,6 +53,10 @@ a config.json without them means the published checkpoints."""
 _MASK_TOKEN = {"<|mdm_mask|>": 126336}
 """The published mask token, for checkpoints that do not name theirs."""
 
+_EOT_TOKEN = 126348
+"""<|eot_id|> of the published vocabulary, which no published config.json lists: checkpoints that
+have the published mask token, and no tokenizer beside them, have it too."""
+
 _OWN_NAMES = {
     "model.embed_tokens": "wte",
     "model.norm": "ln_f",
@@ -72,12 +82,15 @@ class LLaDA(Decoder):
     def read_traits(cls, hf_config: HFConfig, added_tokens: Mapping[str, int]) -> ModelTraits:
         _refuse_variants(hf_config)
         full = _as_decoder(hf_config)
+        mask = mask_token_id(full, {**_MASK_TOKEN, **added_tokens})
+        is_published = mask in _MASK_TOKEN.values() and full["vocab_size"] > _EOT_TOKEN
         return decoder_traits(
             full,
             windows=full_windows(full),
             mask_block=FULL,
-            mask_token_id=mask_token_id(full, {**_MASK_TOKEN, **added_tokens}),
-            logits_shift=0,
+            mask_token_id=mask,
+            eot_token_ids=(_EOT_TOKEN,) if is_published else (),
+            logits_shift=logits_shift(full, 0),
             default_method="full_canvas",
             methods=("full_canvas",),
         )
@@ -111,7 +124,7 @@ def _as_decoder(hf_config: HFConfig) -> dict[str, Any]:
     full: dict[str, Any] = {"rms_norm_eps": 1e-5, **hf_config}
     full["architectures"] = hf_config.get("architectures") or ["LLaDAModelLM"]
     for own, usual in _SIZES.items():
-        if own in hf_config or usual not in hf_config:
+        if hf_config.get(own) is not None or hf_config.get(usual) is None:
             full[usual] = positive(hf_config, own)
     # The matrices may have more rows than there are tokens.
     if hf_config.get("embedding_size") is not None:

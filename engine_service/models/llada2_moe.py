@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from engine_service.layers.routing import BlockSigmoidRouter, Router
 from engine_service.models.bailing_moe_v2 import BailingMoeV2, expert_shares, ling_traits
 from engine_service.models.base import HFConfig, ModelTraits, register_model
-from engine_service.models.hf_config import expert_counts, mask_token_id, positive
-from tidemill.runtime.errors import InvalidRequest
+from engine_service.models.hf_config import expert_counts, logits_shift, mask_token_id, positive
+from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 _DEFAULTS: dict[str, Any] = {
     "eos_token_id": 156892,
@@ -42,14 +42,24 @@ class LLaDA2Moe(BailingMoeV2):
     def read_traits(cls, hf_config: HFConfig, added_tokens: Mapping[str, int]) -> ModelTraits:
         full = {**cls.defaults, **hf_config}
         full["architectures"] = hf_config.get("architectures") or ["LLaDA2MoeModelLM"]
+        shift = logits_shift(full, 0)
+        by_block = full.get("expert_capacity") not in (None, full.get("num_experts"))
+        if shift and by_block:
+            raise Unsupported(
+                "config.json: uses_shifted_prediction = True is not supported with expert_capacity "
+                f"{full['expert_capacity']}: the position ahead of a block would choose experts "
+                "with it; set it to false",
+                reason="TRAIT_UNSUPPORTED",
+                param="uses_shifted_prediction",
+            )
         return ling_traits(
             full,
             mask_block=_block(full),
             mask_token_id=mask_token_id(full, {**_MASK_TOKEN, **added_tokens}),
-            logits_shift=0,
+            logits_shift=shift,
             default_method="block_diffusion",
             methods=("block_diffusion",),
-            routes_by_block=full.get("expert_capacity") not in (None, full.get("num_experts")),
+            routes_by_block=by_block,
         )
 
     @classmethod

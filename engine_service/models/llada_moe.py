@@ -17,6 +17,7 @@ from engine_service.models.hf_config import (
     decoder_traits,
     expert_counts,
     full_windows,
+    logits_shift,
     mask_token_id,
     positive,
     refuse_unknown,
@@ -52,7 +53,7 @@ class LLaDAMoE(Decoder):
             implements=("num_experts", "num_local_experts", "partial_rotary_factor"),
             mask_block=FULL,
             mask_token_id=mask_token_id(full, {**_MASK_TOKEN, **added_tokens}),
-            logits_shift=0,
+            logits_shift=logits_shift(full, 0),
             default_method="full_canvas",
             methods=("full_canvas",),
         )

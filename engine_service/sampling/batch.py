@@ -75,6 +75,8 @@ class Wants:
     """Some row may not choose every id."""
     max_top_k: int | None = None
     """Largest top_k of the sampling rows; None: some of them has none."""
+    holds_ends: bool = False
+    """Some row's ends do not count in how sure its choices are (sampling/held.py)."""
 
     @property
     def is_plain(self) -> bool:
@@ -85,6 +87,7 @@ class Wants:
             or self.bias
             or self.suppress
             or self.mask
+            or self.holds_ends
             or self.max_logprobs is not None
         )
 

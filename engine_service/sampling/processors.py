@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from engine_service.sampling.batch import DecideBatch
+from engine_service.sampling.held import suppressed
 
 _NEVER = float("-inf")
 
@@ -69,9 +70,6 @@ def _add_bias(scores: torch.Tensor, batch: DecideBatch) -> None:
 
 
 def _suppress(scores: torch.Tensor, batch: DecideBatch) -> None:
-    tables, rows = batch.tables, batch.rows
-    ids = tables.suppress_ids[rows]
-    too_early = batch.positions - tables.prompt_lens[rows] < tables.min_tokens[rows]
-    applies = (ids >= 0) & too_early[:, None]
+    ids, applies = suppressed(batch)
     values = torch.zeros_like(ids, dtype=scores.dtype).masked_fill(applies, _NEVER)
-    scores.scatter_add_(1, ids.clamp(min=0), values)
+    scores.scatter_add_(1, ids, values)

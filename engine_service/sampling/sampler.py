@@ -23,6 +23,7 @@ from engine_service.kernels.penalties import Penalties, Slots, adjusted_scores_t
 from engine_service.kernels.sampling import Streams, draw_tokens_triton
 from engine_service.sampling.batch import DecideBatch
 from engine_service.sampling.filters import keep_likely
+from engine_service.sampling.held import HeldIds, left_out
 from engine_service.sampling.logprobs import Scores, score_tokens
 from engine_service.sampling.processors import adjust, allowed_logits
 from engine_service.sampling.rng import Purpose, draw_keys, gumbel
@@ -71,9 +72,12 @@ def choose_on_device(batch: DecideBatch, draws: torch.Tensor) -> torch.Tensor:
     return token_ids
 
 
-def choose_with_confidence(batch: DecideBatch, draws: torch.Tensor) -> Confidence:
-    """`choose`, and how sure that is: by the softmax of the raw logits, without temperature and
-    banned ids.
+def choose_with_confidence(
+    batch: DecideBatch, draws: torch.Tensor, held: HeldIds | None = None
+) -> Confidence:
+    """`choose`, and how sure that is: by the softmax of the raw logits, without temperature, banned
+    ids, those that are still suppressed, and those of `held`. A choice that is held has
+    probability 0. `held` goes with `Wants.holds_ends`.
 
     Where the rows are plain only a piece of the logits exists at a time. Positions that are final
     get zeros where `num_open` says that leaving them out is worth it, unless log-probabilities are
@@ -81,20 +85,17 @@ def choose_with_confidence(batch: DecideBatch, draws: torch.Tensor) -> Confidenc
     """
     size = _num_chosen(batch)
     if size < len(batch.positions):
-        return _choose_open(batch, draws, size)
+        return _choose_open(batch, draws, size, held)
     factors = batch.logits.factors() if batch.wants.is_plain else None
     if factors is not None:
         return _choose_by_head(batch, draws, *factors)
-    token_ids, logits = choose(batch, draws), batch.logits_NV
-    sure = confidence(logits, batch.tables.banned_ids)
-    ids = torch.stack((token_ids, sure.token_ids), dim=1)
+    token_ids = choose(batch, draws)
+    with left_out(batch, held) as logits:
+        sure = confidence(logits, batch.tables.banned_ids)
+        ids = torch.stack((token_ids, sure.token_ids), dim=1)
+        both = logits.gather(1, ids).to(sure.probs.dtype)
     # Finite, so that there is a difference where nothing is allowed.
-    chosen, best = (
-        logits.gather(1, ids)
-        .to(sure.probs.dtype)
-        .clamp(min=torch.finfo(sure.probs.dtype).min)
-        .unbind(1)
-    )
+    chosen, best = both.clamp(min=torch.finfo(both.dtype).min).unbind(1)
     return sure._replace(token_ids=token_ids, probs=sure.probs * (chosen - best).exp())
 
 
@@ -108,12 +109,14 @@ def _num_chosen(batch: DecideBatch) -> int:
     return min(count, max(1, -(-batch.num_open // step)) * step)
 
 
-def _choose_open(batch: DecideBatch, draws: torch.Tensor, size: int) -> Confidence:
+def _choose_open(
+    batch: DecideBatch, draws: torch.Tensor, size: int, held: HeldIds | None
+) -> Confidence:
     """Of the first `size` positions when those that are open come first. Nothing waits to know
     which they are."""
     is_final = batch.tables.fixed[batch.rows, batch.positions]
     places = is_final.to(torch.uint8).argsort(stable=True)[:size]
-    choice = choose_with_confidence(batch.at(places), draws[places])
+    choice = choose_with_confidence(batch.at(places), draws[places], held)
     count = len(is_final)
     return Confidence(*(one.new_zeros(count).index_copy(0, places, one) for one in choice))
 

@@ -14,7 +14,7 @@ from google.protobuf.struct_pb2 import Struct
 
 from engine_service.core import messages as core
 from engine_service.core.facts import EngineFacts
-from engine_service.core.step import Canvas, TokenLogprobs
+from engine_service.core.step import FULL, TokenLogprobs
 from engine_service.server.convert import PROTOCOL, SCALARS
 from engine_service.server.convert_pool import pooling_message
 from engine_service.server.convert_transfer import ROLES
@@ -86,8 +86,8 @@ def step_frames(rows: StepRows, max_bytes: int = _STEP_BYTES) -> Iterator[pb.Ses
         step.prompt_logprobs.add(row=row, start=start, positions=map(_token_logprobs, scores))
     for row, finish in rows.finished:
         step.finished.add(row=row, finish=_finish(finish))
-    for row, start, canvas in rows.canvas:
-        step.canvas.append(_canvas(row, start, canvas))
+    for row, shown in rows.canvas:
+        step.canvas.append(_canvas(row, shown))
     sparse = rows.logprobs or rows.prompt_logprobs or rows.canvas
     most = min(max_bytes, _STEP_BYTES)
     least = len(rows.token_ids) + _ROW_BYTES * len(rows.handles)
@@ -153,8 +153,8 @@ def _responses(rows: StepRows) -> list[pb.GenerateResponse]:
         answers[row].prompt_logprobs.extend(map(_token_logprobs, scores))
     for row, finish in rows.finished:
         answers[row].finish.CopyFrom(_finish(finish))
-    for row, start, canvas in rows.canvas:
-        answers[row].canvas.CopyFrom(_canvas(0, start, canvas))
+    for row, shown in rows.canvas:
+        answers[row].canvas.CopyFrom(_canvas(0, shown))
     return answers
 
 
@@ -166,10 +166,12 @@ def _token_logprobs(entry: TokenLogprobs | None) -> pb.TokenLogprobs:
     return pb.TokenLogprobs(**entry._asdict()) if entry is not None else pb.TokenLogprobs()
 
 
-def _canvas(row: int, start: int, canvas: Canvas) -> pb.CanvasRow:
+def _canvas(row: int, shown: core.ShownCanvas) -> pb.CanvasRow:
+    canvas = shown.canvas
     return pb.CanvasRow(
         row=row,
-        block_start=start,
+        block_start=shown.start,
+        block=shown.block,
         token_ids=pack(canvas.token_ids),
         fixed=bytes(canvas.fixed),
         denoise_step=canvas.step,
@@ -190,7 +192,7 @@ def _finish(finish: core.Finish) -> pb.Finish:
         dead_end=is_dead_end,
         stop_token_id=finish.stop_token_id,
         detail=finish.detail,
-        usage=pb.Usage(**finish.usage._asdict()),
+        usage=_usage(finish.usage),
         timings=pb.Timings(
             arrival_unix_ns=epoch_ns(times.arrival_ns),
             queue_ns=times.queue_ns,
@@ -198,6 +200,11 @@ def _finish(finish: core.Finish) -> pb.Finish:
             decode_ns=times.decode_ns,
         ),
     )
+
+
+def _usage(usage: core.Usage) -> pb.Usage:
+    per_forward = usage.output_tokens / max(1, usage.forward_passes)
+    return pb.Usage(**usage._asdict(), tokens_per_forward=per_forward)
 
 
 def _failed(handle: int, error: ServiceError) -> pb.Failed:
@@ -263,9 +270,10 @@ def engine_info(
         decoding=pb.DecodingInfo(
             default_method=facts.default_method,
             methods=facts.methods,
-            block_length=facts.block_length,
+            block_length=facts.block_length % FULL,
             mask_token_id=facts.mask_token_id,
             default_params=knobs,
+            approximate_caches=facts.approximate_caches,
         ),
         cache=pb.CacheInfo(
             page_size=facts.page_size,

@@ -268,8 +268,8 @@ class Desk:
 
     async def _open(self, facts: EngineFacts) -> None:
         try:
-            folder = self.config.tokenizer or facts.tokenizer_dir
-            self.tokenizer = await asyncio.to_thread(read_tokenizer, folder)
+            folder, said = self.config.tokenizer or facts.tokenizer_dir, self.config.hf_overrides
+            self.tokenizer = await asyncio.to_thread(read_tokenizer, folder, said)
         except ServiceError as error:
             self.tokenizer = error
             _LOG.warning("%s", error)

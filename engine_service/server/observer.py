@@ -95,7 +95,7 @@ class Observer:
             if span.recording:
                 watched.context = span.context
                 watched.submit = submit = replace(submit, traced=True)
-                traces = trace_request(span, submit, facts.block_length, self._level)
+                traces = trace_request(span, submit, self._level)
 
         def ended(outcome: Finish | ServiceError) -> None:
             self._live.pop(watched.key, None)

@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine_service.core.messages import Finish, Load
-from engine_service.core.step import Canvas, TokenLogprobs
+from engine_service.core.messages import Finish, Load, ShownCanvas
+from engine_service.core.step import TokenLogprobs
 from engine_service.server.state import EngineState
 from tidemill.runtime.errors import ServiceError
 
@@ -27,7 +27,7 @@ class StepRows(NamedTuple):
     logprobs: list[tuple[int, list[TokenLogprobs | None]]]
     prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]]
     finished: list[tuple[int, Finish]]
-    canvas: list[tuple[int, int, Canvas]]
+    canvas: list[tuple[int, ShownCanvas]]
     opened: Sequence[tuple[int, int]] = ()
 
 
@@ -72,7 +72,7 @@ class _Slot:
         self.logprobs: list[TokenLogprobs | None] = []
         self.prompt_logprobs: list[tuple[int, list[TokenLogprobs]]] = []
         self.finish: Finish | None = None
-        self.canvas: tuple[int, Canvas] | None = None
+        self.canvas: ShownCanvas | None = None
         self.cached: int | None = None
 
 
@@ -158,8 +158,8 @@ class Outlet:
             slots[handles[row]].prompt_logprobs.append((start, scores))
         for row, finish in rows.finished:
             slots[handles[row]].finish = finish
-        for row, start, canvas in rows.canvas:
-            slots[handles[row]].canvas = (start, canvas)
+        for row, shown in rows.canvas:
+            slots[handles[row]].canvas = shown
         for row, cached in rows.opened:
             slots[handles[row]].cached = cached
 
@@ -175,7 +175,7 @@ class Outlet:
                 (row, *scores) for row, slot in enumerate(slots) for scores in slot.prompt_logprobs
             ],
             finished=[(row, slot.finish) for row, slot in enumerate(slots) if slot.finish],
-            canvas=[(row, *slot.canvas) for row, slot in enumerate(slots) if slot.canvas],
+            canvas=[(row, slot.canvas) for row, slot in enumerate(slots) if slot.canvas],
             opened=[(r, slot.cached) for r, slot in enumerate(slots) if slot.cached is not None],
         )
 
@@ -207,7 +207,7 @@ def halves(rows: StepRows) -> tuple[StepRows, StepRows]:
         logprobs=[(row - cut, entry) for row, entry in rows.logprobs if row >= cut],
         prompt_logprobs=[(r - cut, at, entry) for r, at, entry in rows.prompt_logprobs if r >= cut],
         finished=[(row - cut, entry) for row, entry in rows.finished if row >= cut],
-        canvas=[(row - cut, at, entry) for row, at, entry in rows.canvas if row >= cut],
+        canvas=[(row - cut, shown) for row, shown in rows.canvas if row >= cut],
         opened=[(row - cut, cached) for row, cached in rows.opened if row >= cut],
     )
     return first, second

@@ -6,9 +6,8 @@ Nothing is done per token. It does not know streams.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 
-from engine_service.core.messages import Finish, FinishReason, Mark, Submit, Usage
+from engine_service.core.messages import Finish, FinishReason, Mark, Submit
 from engine_service.server.core_client import Ended
 from tidemill.runtime.errors import ServiceError
 from tidemill.telemetry import semconv
@@ -28,7 +27,7 @@ _FAILED = {
 _LOG = logging.getLogger("tidemill.engine.request")
 
 
-def trace_request(span: Span, submit: Submit, block_length: int, level: int) -> Ended:
+def trace_request(span: Span, submit: Submit, level: int) -> Ended:
     """What is to be told of the request's end: that closes its recorded SERVER span."""
 
     def ended(outcome: Finish | ServiceError) -> None:
@@ -44,8 +43,7 @@ def trace_request(span: Span, submit: Submit, block_length: int, level: int) -> 
             if error is not None:
                 attributes[semconv.ERROR_TYPE] = status
             if outcome.usage.denoise_steps:
-                count = _num_blocks(outcome.usage, submit.pinned, block_length)
-                attributes["tidemill.blocks"] = count
+                attributes["tidemill.blocks"] = outcome.num_blocks
                 attributes["tidemill.remasks"] = outcome.remasks
                 attributes["tidemill.cache_refreshes"] = outcome.cache_refreshes
             span.end(attributes=attributes, error=error)
@@ -131,18 +129,6 @@ def _blocks(phase: Span, blocks: list[Mark], start: int, level: int) -> None:
         else:
             phase.event("block", block.at_ns, facts)
         start, steps = block.at_ns, block.denoise_steps
-
-
-def _num_blocks(usage: Usage, pinned: Iterable[tuple[int, int]], block_length: int) -> int:
-    """Blocks from the first token behind the prompt to the last generated one.
-
-    `output_tokens` leaves out what the caller pinned, but pinned tokens push generated ones back;
-    those behind the last generated one are given, and nothing was computed for them.
-    """
-    stop = usage.prompt_tokens + usage.output_tokens
-    for position, _ in sorted(pinned):
-        stop += position < stop
-    return -(-stop // block_length) - usage.prompt_tokens // block_length
 
 
 def _usage(finish: Finish) -> Attributes:

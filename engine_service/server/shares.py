@@ -24,6 +24,6 @@ def select(output: StepOutput, handles: list[int], rows: list[int], offsets: lis
             (sparse[r], at, entry) for r, at, entry in output.prompt_logprobs if r in sparse
         ],
         finished=[(sparse[r], entry) for r, entry in output.finished if r in sparse],
-        canvas=[(sparse[r], at, entry) for r, at, entry in output.canvas if r in sparse],
+        canvas=[(sparse[r], shown) for r, shown in output.canvas if r in sparse],
         opened=[(sparse[r], cached) for r, cached in output.opened if r in sparse],
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_service.config import EngineConfig
+from engine_service.hf_overrides import check_overrides, overridden, version_under
 from engine_service.model_folder import CONFIG, builtin_models, folder_of, read_config
 from engine_service.worker.hub import download
 from engine_service.worker.json_files import read_json
@@ -31,6 +32,7 @@ class Checkpoint:
     model_id: str
     folder: Path
     hf_config: dict[str, Any]
+    """With the operator's overrides."""
     generation_config: dict[str, Any]
     """Empty when the checkpoint has none."""
     added_tokens: dict[str, int]
@@ -39,7 +41,7 @@ class Checkpoint:
     """Folder with the tokenizer's files; empty when there is none."""
     weight_version: str
     """Changes whenever the weights do: hub commit, or a digest of names, sizes and times
-    (of a built-in model: contents)."""
+    (of a built-in model: contents); and with what is said over config.json."""
     manifest: Manifest | None = None
     """Of a folder that was cut for a number of ranks."""
 
@@ -49,17 +51,18 @@ def fetch_checkpoint(config: EngineConfig, report: Report) -> Checkpoint:
 
     Raises NotFound, Unavailable or InvalidRequest, each saying what to do.
     """
+    check_overrides(overrides := config.hf_overrides)
     folder, version = _resolve(config, report)
     tokenizer_dir = _tokenizer_dir(config, folder)
     manifest = parse_manifest(read_json(folder / MANIFEST))
     return Checkpoint(
         model_id=config.model,
         folder=folder,
-        hf_config=_with_activation(read_config(folder), folder),
+        hf_config=overridden(_with_activation(read_config(folder), folder), overrides),
         generation_config=read_json(folder / "generation_config.json") or {},
         added_tokens=_added_tokens(Path(tokenizer_dir)) if tokenizer_dir else {},
         tokenizer_dir=tokenizer_dir,
-        weight_version=version or _digest(folder, config, manifest),
+        weight_version=version_under(version or _digest(folder, config, manifest), overrides),
         manifest=manifest,
     )
 

@@ -20,7 +20,9 @@ import torch
 
 from engine_service.config import EngineConfig
 from engine_service.distributed import Group
+from engine_service.hf_overrides import overridden
 from engine_service.limits import check_count
+from engine_service.model_folder import CONFIG, read_config
 from engine_service.models.base import REGISTRY, CausalModel
 from engine_service.models.sharing import check_sharing
 from engine_service.worker.checkpoint import Checkpoint, Report, fetch_checkpoint
@@ -87,7 +89,7 @@ def write_shards(config: EngineConfig, out: Path, report: Report) -> Manifest:
         report("shard", done, total)
 
     with _folder(out) as folder:
-        _copy_small(checkpoint.folder, folder)
+        _copy_small(checkpoint.folder, folder, config.hf_overrides)
         sizes = tuple(
             _write(folder / file_name(rank, size), cuts, wrote) for rank, cuts in enumerate(ranks)
         )
@@ -134,14 +136,18 @@ def _folder(out: Path) -> Iterator[Path]:
         raise
 
 
-def _copy_small(source: Path, folder: Path) -> None:
-    """What is not weights: configurations, the tokenizer, how embeddings are pooled."""
+def _copy_small(source: Path, folder: Path, hf_overrides: dict[str, Any]) -> None:
+    """What is not weights: configurations, the tokenizer, how embeddings are pooled. The weights
+    are cut by config.json with its overrides, so whoever reads them needs it like that."""
     for path in [*source.glob("*"), *source.glob("*/config.json")]:
         is_small = path.suffix in _SMALL or path.name.startswith("LICENSE")
         if path.is_file() and is_small and not path.name.endswith(_INDEX):
             target = folder / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, target)
+    if hf_overrides:
+        said = overridden(read_config(source), hf_overrides)
+        (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
 
 
 def _write(path: Path, cuts: list[_Cut], wrote: Callable[[int], None]) -> int:

@@ -45,6 +45,7 @@ class _Demand(IntEnum):
     SUPPRESS_UNTIL = 4
     LOGPROBS = 5
     TOP_K = 6
+    HOLDS_ENDS = 7
 
 
 def _demands_of(new: NewRow) -> tuple[int, ...]:
@@ -67,6 +68,7 @@ def _demands_of(new: NewRow) -> tuple[int, ...]:
         new.prompt_len + sampling.min_tokens if delays_stop else 0,
         -1 if sampling.logprobs is None else sampling.logprobs,
         bound if draws else 0,
+        getattr(new.params, "eos_last", False),
     )
 
 
@@ -175,7 +177,7 @@ class RowTables:
     def wants(self, rows: np.ndarray, first_position: int) -> Wants:
         """What sampling these rows takes; `first_position` is the lowest one they decide."""
         demands = self._demands[rows].max(axis=0).tolist()
-        draws, filters, penalties, bias, suppress_until, logprobs, bound = demands
+        draws, filters, penalties, bias, suppress_until, logprobs, bound, holds_ends = demands
         return Wants(
             sampling=bool(draws),
             filters=bool(filters),
@@ -185,6 +187,7 @@ class RowTables:
             max_logprobs=None if logprobs < 0 else logprobs,
             mask=bool(self._masks.has_mask[rows].any()),
             max_top_k=None if bound == _NO_BOUND else bound,
+            holds_ends=bool(holds_ends),
         )
 
     def _write_tokens(self, new_rows: Sequence[NewRow]) -> None:

@@ -19,7 +19,7 @@ from engine_service.config import EngineConfig
 from engine_service.distributed import ALONE, Group
 from engine_service.layers.slots import Slot, Slots
 from engine_service.models.base import REGISTRY, CausalModel, ModelTraits
-from engine_service.models.hf_config import token_ids
+from engine_service.models.hf_config import eot_token_ids, token_ids
 from engine_service.worker.checkpoint import Checkpoint, Report
 from engine_service.worker.files import Stored, corrupt, reading, survey, weight_files
 from engine_service.worker.shards import held, of_stage, rank_file
@@ -44,7 +44,8 @@ def read_traits(checkpoint: Checkpoint) -> ModelTraits:
     traits = kind.read_traits(checkpoint.hf_config, checkpoint.added_tokens)
     more = token_ids(checkpoint.generation_config.get("eos_token_id"))
     stops = tuple(dict.fromkeys((*traits.eos_token_ids, *more)))
-    return dataclasses.replace(traits, eos_token_ids=stops)
+    turns = eot_token_ids(checkpoint.added_tokens, traits.vocab_size) or traits.eot_token_ids
+    return dataclasses.replace(traits, eos_token_ids=stops, eot_token_ids=turns)
 
 
 def resolve_dtype(

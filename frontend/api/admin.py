@@ -136,6 +136,7 @@ def _card(model: ServedModel, name: str) -> dict[str, Any]:
         "max_model_len": model.facts.max_model_len,
         "default_method": model.facts.default_method,
         "methods": model.facts.methods,
+        "approximate_caches": model.facts.approximate_caches,
         "type": "model",
         "display_name": name,
         "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),

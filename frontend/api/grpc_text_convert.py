@@ -148,7 +148,7 @@ def to_plain(struct: Struct, param: str) -> dict[str, Any]:
 
 def usage_message(usage: Usage) -> engine_pb2.Usage:
     """Usage on the wire."""
-    return engine_pb2.Usage(**usage._asdict())
+    return engine_pb2.Usage(**usage._asdict(), tokens_per_forward=usage.tokens_per_forward)
 
 
 def timings_message(timings: Timings) -> engine_pb2.Timings:
@@ -171,7 +171,7 @@ def canvas_message(delta: TextDelta, model: ServedModel, text: str) -> text_pb2.
     assert canvas is not None, "a delta without a canvas"
     return text_pb2.CanvasEvent(
         index=delta.index,
-        block=canvas.block_start // max(1, model.facts.block_length),
+        block=canvas.block,
         step=canvas.step,
         token_ids=canvas.token_ids,
         fixed=canvas.fixed,
@@ -188,6 +188,7 @@ def model_card(model: ServedModel, name: str) -> text_pb2.ModelCard:
         max_model_len=model.facts.max_model_len,
         owned_by="tidemill",
         default_method=model.facts.default_method,
+        approximate_caches=model.facts.approximate_caches,
     )
 
 

@@ -72,6 +72,10 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "max_new_tokens": "max_tokens",
         "max_length": "max_tokens",
+        "gen_length": "max_tokens",
+        "method_params": "decoding.params",
+        "confidence_threshold": "decoding.params.threshold, or start_threshold with adaptive",
+        "parallel_decoding": "decoding.params.remasking with the name of a rule",
         "n_predict": "max_tokens",
         "repeat_penalty": "repetition_penalty",
         "sampling_seed": "seed",
@@ -93,6 +97,7 @@ OF_DECODING: Mapping[str, str] = MappingProxyType(
         name: f"decoding.params.{name}"
         for name in (
             *("remasking", "steps", "threshold", "factor", "entropy_bound", "max_parallel"),
+            "start_threshold",
             *("low_threshold", "alg_temp", "eos_last", "edit_threshold", "max_post_edit_steps"),
             *("block_length", "cfg_scale", "cache", "refresh_interval", "retention_ratio"),
             *("delay_step", "head_select", "pool_kernel"),

@@ -24,6 +24,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
             "reasoning_tokens": usage.reasoning_tokens,
             "forward_passes": usage.forward_passes,
             "denoise_steps": usage.denoise_steps,
+            "tokens_per_forward": round(usage.tokens_per_forward, 3),
         },
     }
 
@@ -70,7 +71,7 @@ def canvas_of(delta: TextDelta, model: ServedModel) -> dict[str, Any]:
     assert canvas is not None, "a delta without a canvas"
     return {
         "index": delta.index,
-        "block": canvas.block_start // max(1, model.facts.block_length),
+        "block": canvas.block,
         "step": canvas.step,
         "token_ids": canvas.token_ids,
         "fixed": canvas.fixed,

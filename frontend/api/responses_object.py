@@ -137,6 +137,7 @@ def _usage_of(usage: Usage) -> dict[str, Any]:
             "reasoning_tokens": usage.reasoning_tokens,
             "forward_passes": usage.forward_passes,
             "denoise_steps": usage.denoise_steps,
+            "tokens_per_forward": round(usage.tokens_per_forward, 3),
         },
         "total_tokens": usage.prompt_tokens + usage.output_tokens,
     }

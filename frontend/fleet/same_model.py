@@ -29,6 +29,7 @@ def _check_same(facts: EngineFacts, theirs: EngineFacts, address: str) -> None:
         )
     for what, ours, other in (
         ("model", facts.model_id, theirs.model_id),
+        ("digest of hf_overrides", _overrides(facts), _overrides(theirs)),
         ("tokenizer", facts.tokenizer_sha256, theirs.tokenizer_sha256),
     ):
         if ours != other:
@@ -39,6 +40,11 @@ def _check_same(facts: EngineFacts, theirs: EngineFacts, address: str) -> None:
             )
     if {facts.role, theirs.role} == {"prefill", "decode"}:
         _check_pair(facts, theirs, address)
+
+
+def _overrides(facts: EngineFacts) -> str:
+    """Empty where nothing is said over config.json."""
+    return facts.weight_version.partition("+")[2]
 
 
 def _check_pair(facts: EngineFacts, theirs: EngineFacts, address: str) -> None:

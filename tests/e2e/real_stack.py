@@ -107,6 +107,23 @@ def frontend(folder: Path, engine_port: int, *argv: str) -> Iterator[Stack]:
         yield stack
 
 
+@contextmanager
+def serving(folder: Path, model: str) -> Iterator[Stack]:
+    """Both for a model, ready."""
+    port = free_port()
+    with engine(folder, port, model), frontend(folder, port) as stack:
+        stack.wait_ready()
+        yield stack
+
+
+@asynccontextmanager
+async def left_idle(stack: Stack) -> AsyncIterator[Faces]:
+    """Its faces; checks at the end that nothing is left over."""
+    async with connected(stack) as faces:
+        yield faces
+        await until_idle(faces)
+
+
 class Stack:
     """Where a running stack listens, and what an observer can count in it."""
 

@@ -103,6 +103,16 @@ def test_offline_it_says_the_same(classifier, tmp_path: Path, monkeypatch) -> No
     assert unnamed.label == f"LABEL_{int(wanted[0].argmax())}"
 
 
+def test_names_may_be_said_over_the_config(classifier) -> None:
+    folder, _, _ = classifier
+    (plain,) = LLM(str(folder)).classify(TEXTS[:1])
+    best = plain.probs.index(max(plain.probs))
+    for said, label in (({best: "mine"}, "mine"), ({best + 1: "mine"}, NAMES[best])):
+        over = {"id2label": {str(number): name for number, name in said.items()}}
+        (found,) = LLM(str(folder), hf_overrides=over).classify(TEXTS[:1])
+        assert (found.label, found.probs) == (label, plain.probs)
+
+
 def test_a_model_that_generates_has_no_labels() -> None:
     with pytest.raises(Unsupported, match="no classification head; ask for embeddings"):
         LLM("demo").classify("x")

@@ -10,7 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.e2e.real_stack import Faces, Stack, connected, engine, free_port, frontend, until_idle
+from tests.e2e.real_stack import (
+    Faces,
+    Stack,
+    left_idle,
+    serving,
+)
 from tests.service.engine_fixtures import pack, rest, unpack
 from tidemill.client import AsyncClient, Client
 from tidemill.llm import LLM
@@ -31,18 +36,14 @@ TASKS = [
 
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    folder, port = tmp_path_factory.mktemp("blocks"), free_port()
-    with engine(folder, port, "demo-block"), frontend(folder, port) as running:
-        running.wait_ready()
+    with serving(tmp_path_factory.mktemp("blocks"), "demo-block") as running:
         yield running
 
 
 @pytest.fixture
 async def faces(blocks: Stack) -> AsyncIterator[Faces]:
-    """Checks after the test that nothing is left over."""
-    async with connected(blocks) as opened:
+    async with left_idle(blocks) as opened:
         yield opened
-        await until_idle(opened)
 
 
 async def completion(faces: Faces, **body: Any) -> dict[str, Any]:

@@ -33,6 +33,8 @@ class Result:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompt_logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     canvases: list[tuple[int, Canvas]] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    """Of the canvases."""
     finishes: list[Finish] = field(default_factory=list)
 
     @property
@@ -207,8 +209,9 @@ class ToyEngine:
             rows[row].logprobs += entries
         for row, start, scores in output.prompt_logprobs:
             rows[row].prompt_logprobs += list(enumerate(scores, start))
-        for row, position, canvas in output.canvas:
-            rows[row].canvases.append((position, canvas))
+        for row, shown in output.canvas:
+            rows[row].canvases.append((shown.start, shown.canvas))
+            rows[row].blocks.append(shown.block)
         for row, finish in output.finished:
             rows[row].finishes.append(finish)
 

@@ -140,3 +140,42 @@ class DenseLLaDA:
             second * angles.cos() + first * angles.sin(),
         )
         return torch.cat(turned, -1)
+
+
+class DenseQwen2(DenseLLaDA):
+    """A Qwen2 (and so a Dream) checkpoint by transformers' names: LLaDA's block, with biases."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+        named = {_llada_name(name): tensor for name, tensor in tensors.items()}
+        own = {
+            "d_model": config["hidden_size"],
+            "n_heads": config["num_attention_heads"],
+            "n_layers": config["num_hidden_layers"],
+            "rope_theta": config["rope_parameters"]["rope_theta"],
+            "rms_norm_eps": config["rms_norm_eps"],
+            "weight_tying": config["tie_word_embeddings"],
+        }
+        super().__init__(named, own)
+
+    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        bias = self._tensors.get(f"model.transformer.{name}.bias")
+        return super()._linear(x, name) + (0 if bias is None else bias)
+
+
+def _llada_name(name: str) -> str:
+    """Of a tensor that transformers calls `name`."""
+    for theirs, ours in (
+        ("model.layers.", "blocks."),
+        ("lm_head", "ff_out"),
+        ("model.embed_tokens", "wte"),
+        ("model.norm", "ln_f"),
+        ("input_layernorm", "attn_norm"),
+        ("post_attention_layernorm", "ff_norm"),
+        ("self_attn.o_proj", "attn_out"),
+        ("self_attn.", ""),
+        ("mlp.gate_proj", "ff_proj"),
+        ("mlp.up_proj", "up_proj"),
+        ("mlp.down_proj", "ff_out"),
+    ):
+        name = name.replace(theirs, ours)
+    return f"model.transformer.{name}"

@@ -1,13 +1,15 @@
 """LLaDA's generate (Nie et al. 2025, arXiv 2502.09992, algorithms 4 and 5), written down again.
 
-Greedy, low_confidence remasking, none of the end-of-sequence options.
+Greedy, low_confidence remasking.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from tests.equivalence.oracles import Canvas, Logits, Outcome, most_likely, shares, surest
+from tests.equivalence import oracles
+from tests.equivalence.oracles import Canvas, Logits, Outcome, shares, surest
 
 
 def llada_generate(
@@ -19,12 +21,16 @@ def llada_generate(
     block_length: int,
     steps: int,
     cfg_scale: float = 0.0,
+    eos_id: int | None = None,
+    eot_id: int | None = None,
+    logits_eos_inf: bool = False,
+    confidence_eos_eot_inf: bool = False,
 ) -> Outcome:
     """Blocks from left to right; `steps` are those of all blocks together.
 
     Confidence is the probability of the greedy token. With more steps than masks the last ones
     of a block reveal nothing, and still are forwards. With a `cfg_scale` a second forward sees
-    masks instead of the prompt.
+    masks instead of the prompt. The last two options are about `eos_id` and `eot_id`.
     """
     assert gen_length % block_length == 0, f"{gen_length} tokens in blocks of {block_length}"
     num_blocks = gen_length // block_length
@@ -40,7 +46,16 @@ def llada_generate(
                 without[: len(prompt)] = mask_id
                 unguided = logits(without[None])[0, places]
                 rows = unguided + (cfg_scale + 1) * (rows - unguided)
-            tokens, confidences = most_likely(rows, mask_id)
+            if logits_eos_inf:
+                rows[:, eos_id] = -math.inf
+            # At temperature 0 the authors' add_gumbel_noise returns its argument, so what they
+            # write into one tensor is in the other too.
+            noisy = rows
+            tokens = oracles.distributions(noisy, mask_id).argmax(-1)
+            if confidence_eos_eot_inf:
+                noisy[:, eos_id] = rows[:, eot_id] = -math.inf
+            probs = oracles.distributions(rows, mask_id)
+            confidences = probs.gather(-1, tokens[:, None])[:, 0].tolist()
             taken = surest(confidences, count)
-            canvas.reveal({places[index]: tokens[index] for index in taken})
+            canvas.reveal({places[index]: int(tokens[index]) for index in taken})
     return canvas.outcome(gen_length)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engine_service.sampling.rng import Purpose, draw_keys, request_seed, uniform
-from tests.equivalence.rule_reference import READS, START, Shown, slow_adapt, slow_rule
+from tests.equivalence.rule_reference import READS, Shown, slow_adapt, slow_rule
 from tests.fakes import MASK, VOCAB, ToyModel
 
 RULES = tuple(READS)
@@ -57,7 +57,7 @@ def reference_block(
         start, end = len(tokens), (len(tokens) // block + 1) * block
         tokens += [MASK] * (end - start)
         hidden = list(range(start, end))
-        step, adapted = 0, START
+        step, adapted = 0, whole["start_threshold"]
         while hidden:
             logits = model.dense(tokens, block)
             logits[:, MASK] = -torch.inf
@@ -102,6 +102,7 @@ def with_defaults(knobs: dict[str, Any], block: int) -> dict[str, Any]:
         "factor": 1.0,
         "entropy_bound": 0.1,
         "max_parallel": 8,
+        "start_threshold": 0.3,
         "alg_temp": 0.0,
         **knobs,
     }
@@ -122,6 +123,7 @@ def random_knobs(
         "factor": rng.choice([0.01, 0.5, 1.0, 2.0]),
         "entropy_bound": rng.choice([0.001, 0.5, 2.0, 50.0]),
         "max_parallel": rng.randint(1, block),
+        "start_threshold": rng.choice([0.1, 0.3, 0.55, 0.9]),
         "alg_temp": 0.0 if rules is GREEDY_RULES else rng.choice([0.0, 0.2, 1.0]),
         "low_threshold": rng.choice([0.0, 0.2, threshold]) if threshold >= 0.2 else threshold,
     }

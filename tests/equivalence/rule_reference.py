@@ -26,7 +26,7 @@ READS = {
     "topk_margin": ("steps", "alg_temp"),
     "entropy": ("steps", "alg_temp"),
     "origin": ("steps",),
-    "adaptive": ("max_parallel",),
+    "adaptive": ("max_parallel", "start_threshold"),
     "prefix": ("threshold",),
     "hierarchical": ("threshold", "low_threshold"),
 }

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from engine_service.core.messages import FinishReason
-from tests.equivalence.harness import AR, BLOCK, EOS, Setup, ToyEngine
+from tests.equivalence.harness import AR, BLOCK, Setup, ToyEngine
 from tests.equivalence.references import (
     random_knobs,
     random_prompt,
@@ -157,47 +157,6 @@ def test_thresholds_at_their_ends_are_one_step_and_one_token_per_step(seed: int)
     passes = [engine.results[k].finish.usage.denoise_steps for k in (all_at_once, one_by_one)]
     assert passes == [3, 12]
     assert engine.results[one_by_one].tokens == engine.results[static].tokens
-
-
-@pytest.mark.parametrize("method", [AR, BLOCK])
-def test_eos_ends_a_request_early_with_the_same_text(method: str, seed: int) -> None:
-    ends_inside = 0
-    for round_seed in range(seed, seed + 12):
-        rng, model = random.Random(round_seed), ToyModel(round_seed)
-        model.head[EOS] += 0.8 * model.head.std()
-        engine = ToyEngine(model, Setup(block=8))
-        prompt = random_prompt(rng, 1, 12)
-        knobs = {"threshold": 0.5} if method == BLOCK else {}
-        whole = engine.submit(prompt, 40, method, knobs)
-        early = engine.submit(prompt, 40, method, knobs, ignore_eos=False)
-        engine.run()
-        tokens, finish = engine.results[early].tokens, engine.results[early].finish
-        assert tokens == engine.results[whole].tokens[: len(tokens)]
-        assert finish.usage.forward_passes <= engine.results[whole].finish.usage.forward_passes
-        if EOS in engine.results[whole].tokens:
-            assert tokens[-1] == EOS
-            assert EOS not in tokens[:-1]
-            assert finish.reason == FinishReason.STOP_TOKEN
-            assert finish.stop_token_id == EOS
-            ends_inside += (len(prompt) + len(tokens)) % 8 != 0
-        else:
-            assert finish.reason == FinishReason.LENGTH
-    assert ends_inside > 0, "no request ended inside a block"
-
-
-def test_early_exit_inside_a_block_saves_forward_passes() -> None:
-    """The first token revealed at the left end of the block is EOS: one pass is enough."""
-    model = ToyModel(0)
-    engine = ToyEngine(model, Setup(block=8))
-    knobs = {"remasking": "sequential", "steps": 8}
-    whole = engine.submit([1] * 8, 8, BLOCK, knobs)
-    engine.run()
-    first = engine.results[whole].tokens[0]
-    early = engine.submit([1] * 8, 8, BLOCK, knobs, stop_token_ids=(first,))
-    engine.run()
-    assert engine.results[early].tokens == [first]
-    assert engine.results[early].finish.usage.forward_passes == 1
-    assert engine.results[whole].finish.usage.forward_passes == 8
 
 
 def test_a_finished_block_is_stored_by_the_next_blocks_first_span() -> None:

@@ -22,7 +22,8 @@ ENDS = tuple(range(0, 40, 3))
 def fill(
     model: ToyModel, prompt: list[int], count: int, threshold: float, *, last: bool
 ) -> list[int]:
-    """Block diffusion by threshold; a choice that ends the answer counts as the least sure one."""
+    """Block diffusion by threshold; with `last` what ends the answer does not count in how sure a
+    choice is, and a choice of it is the least sure one."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < count:
         hidden = list(range(len(tokens), (len(tokens) // SIZE + 1) * SIZE))
@@ -31,6 +32,8 @@ def fill(
             logits = model.dense(tokens, SIZE)
             logits[:, MASK] = -torch.inf
             best = {p: int(logits[p].argmax()) for p in hidden}
+            if last:
+                logits[:, ENDS] = -torch.inf
             sure = {p: float(logits[p].softmax(-1)[best[p]]) for p in hidden}
             sure = {p: -1.0 if last and best[p] in ENDS else s for p, s in sure.items()}
             taken = [p for p in hidden if sure[p] >= threshold]
@@ -73,9 +76,12 @@ CAREFUL: dict[str, dict[str, Any]] = {
 
 
 def next_to_fall(logits: torch.Tensor, best: dict[int, int], rule: str) -> int:
-    """The surest position that does not end the answer, or the first one where all do."""
+    """The surest position that does not end the answer, or the first one where all do; how sure is
+    asked of what does not end it."""
     others = [p for p in best if best[p] not in ENDS]
-    probs = {p: logits[p].softmax(-1) for p in others}
+    without = logits.clone()
+    without[:, ENDS] = -torch.inf
+    probs = {p: without[p].softmax(-1) for p in others}
     if rule == "entropy_bound":
         entropy = {p: -float((q * q.log()).nansum()) for p, q in probs.items()}
         return min(others, key=lambda p: (entropy[p], p), default=min(best))

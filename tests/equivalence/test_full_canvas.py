@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -59,15 +60,54 @@ def test_fixed_steps_are_those_of_llada() -> None:
             assert result.finish.usage.forward_passes == wanted.nfe == steps
 
 
+SCALES = {"never sure": 0.1, "seldom sure": 0.4, "often sure": 2.0}
+"""Of a toy's logits."""
+
+
+def scaled(seed: int, kind: str) -> ToyModel:
+    """A model that is sure so often."""
+    model = ToyModel(seed)
+    model.head *= SCALES[kind]
+    return model
+
+
+def test_thresholds_fire_never_seldom_or_often() -> None:
+    """What the comparisons below are worth: no, some or many steps reveal more than one token."""
+    shares: dict[str, list[float]] = {kind: [] for kind in SCALES}
+    for kind, seed in product(SCALES, range(2)):
+        rng, dense = random.Random(seed), DenseToy(scaled(seed, kind))
+        outcomes = [
+            fast_dllm_generate(
+                dense.cached,
+                random_prompt(rng, 1, 12),
+                mask_id=MASK,
+                gen_length=24,
+                block_length=8,
+                rule=threshold_rule(threshold),
+            )
+            for threshold in (0.5, 0.9)
+            for _ in range(4)
+        ]
+        num_parallel = sum(len(step) > 1 for one in outcomes for step in one.reveals)
+        shares[kind].append(num_parallel / sum(one.nfe for one in outcomes))
+    assert max(shares["never sure"]) == 0
+    assert 0 < min(shares["seldom sure"]) <= max(shares["seldom sure"]) < 0.2
+    assert min(shares["often sure"]) > 0.4
+
+
 @pytest.mark.parametrize(
     ("cache", "refresh"),
     [("none", None), ("prefix", None), ("dual", None), ("prefix", 1), ("dual", 1), ("dual", 3)],
 )
-def test_thresholds_and_caches_are_those_of_fast_dllm(cache: str, refresh: int | None) -> None:
+@pytest.mark.parametrize("shift", [0, 1], ids=["LLaDA", "Dream"])
+@pytest.mark.parametrize("kind", SCALES)
+def test_thresholds_and_caches_are_those_of_fast_dllm(
+    kind: str, shift: int, cache: str, refresh: int | None
+) -> None:
     num_forwards = set()
-    for seed in range(6):
-        rng, model = random.Random(seed), ToyModel(seed)
-        ours, asked = engine(model), {}
+    for seed in range(3):
+        rng, model = random.Random(seed), scaled(seed, kind)
+        ours, asked = engine(model, shift=shift), {}
         for threshold in (0.0, 0.5, 0.9, 1.5):
             prompt, factor = random_prompt(rng, 1, 12), rng.random() < 0.3
             rule = factor_rule(1.5) if factor else threshold_rule(threshold)
@@ -90,6 +130,7 @@ def test_thresholds_and_caches_are_those_of_fast_dllm(cache: str, refresh: int |
                 rule=rule,
                 cache=cache,
                 refresh_every=refresh,
+                shift=shift,
             )
             assert ours.results[key].tokens == wanted.tokens
             assert ours.results[key].finish.usage.forward_passes == wanted.nfe
@@ -336,3 +377,23 @@ def test_pinned_tokens_stand_from_the_start(cache: str) -> None:
                 free[i] != token for i, token in enumerate(wanted) if len(prompt) + i not in pinned
             )
     assert num_changed > 0, "the control: pinned tokens change what is between them"
+
+
+@pytest.mark.parametrize("prompt_len", [3, 8])
+def test_canvases_that_are_shown_name_their_block(prompt_len: int) -> None:
+    """Counted from the end of the prompt; step and block together are each told once."""
+    llada = engine(ToyModel(5))
+    knobs = {"block_length": 4, "steps": 6, "remasking": "random"}
+    prompt = random_prompt(random.Random(prompt_len), prompt_len, prompt_len)
+    key = llada.submit(prompt, 12, "full_canvas", knobs, emit_canvas=True)
+    llada.run()
+    result = llada.results[key]
+    told = [
+        (block, canvas.step)
+        for block, (_, canvas) in zip(result.blocks, result.canvases, strict=True)
+    ]
+    assert sorted(set(told)) == told
+    assert {block for block, _ in told} == {0, 1, 2}
+    for block, (start, canvas) in zip(result.blocks, result.canvases, strict=True):
+        opened = start + canvas.fixed.index(False) - prompt_len
+        assert opened // 4 == block

@@ -44,13 +44,13 @@ class Seen:
         """Notes of every decision inside, of all engines."""
         choose = sampler.choose_with_confidence
 
-        def looked(batch: DecideBatch, draws: torch.Tensor) -> Any:
+        def looked(batch: DecideBatch, draws: torch.Tensor, held: Any = None) -> Any:
             # A part of a batch knows no spans.
             if len(batch.span_rows):
                 self.decided += len(batch.positions)
                 self.open += int((~batch.tables.fixed[batch.rows, batch.positions]).sum())
                 self.chosen += sampler._num_chosen(batch)
-            return choose(batch, draws)
+            return choose(batch, draws, held)
 
         return patch("engine_service.decoding.reveal.choose_with_confidence", looked)
 

@@ -26,7 +26,7 @@ from tests.equivalence.references import (
     show,
     with_defaults,
 )
-from tests.equivalence.rule_reference import START, slow_adapt, slow_rule
+from tests.equivalence.rule_reference import slow_adapt, slow_rule
 from tests.fakes import MASK, VOCAB, ToyModel
 from tests.sampling_batches import choosing_all
 
@@ -66,7 +66,7 @@ def reference(
         stop = min(start + block, end) if full else (start // block + 1) * block
         tokens += [asked.pinned.get(p, MASK) for p in range(len(tokens), stop)]
         hidden = [p for p in range(start, stop) if p not in asked.pinned]
-        num_masks, step, adapted = len(hidden), 0, START
+        num_masks, step, adapted = len(hidden), 0, knobs["start_threshold"]
         while hidden:
             logits = model.dense(tokens, FULL if full else block)
             logits[:, MASK] = -float("inf")

@@ -161,30 +161,3 @@ def test_unseeded_requests_differ_but_survive_preemption() -> None:
     keys = [engine.submit([1, 2, 3], 16, AR, temperature=6.0) for _ in range(3)]
     engine.run()
     assert len({tuple(engine.results[key].tokens) for key in keys}) == 3
-
-
-def test_revealed_positions_never_change(seed: int) -> None:
-    """Canvas rows only grow, streamed tokens are their fixed prefix, and every step reveals."""
-    rng, model = random.Random(seed), ToyModel(seed)
-    engine = ToyEngine(model, Setup(block=8, max_rows=2))
-    for _ in range(6):
-        engine.submit(random_prompt(rng, 1, 12), 24, BLOCK, random_knobs(rng, 8), emit_canvas=True)
-    while engine.scheduler.has_work:
-        engine.step()
-        if rng.random() < 0.2:
-            engine.preempt(rng.randint(1, 6))
-    for result in engine.results.values():
-        shown: dict[int, int] = {}
-        whole = result.prompt + result.tokens
-        for start, canvas in result.canvases:
-            assert (start + len(canvas.token_ids)) % 8 == 0
-            for position, (token, fixed) in enumerate(
-                zip(canvas.token_ids, canvas.fixed, strict=True), start
-            ):
-                assert fixed or token == MASK
-                if fixed:
-                    assert shown.setdefault(position, token) == token
-        assert all(whole[p] == t for p, t in shown.items() if p < len(whole))
-        usage = result.finish.usage
-        # A block of the adaptive rule starts anew after a preemption.
-        assert usage.denoise_steps <= 32 + 8 * usage.preemptions

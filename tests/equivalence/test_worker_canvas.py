@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 from engine_service.worker import build_kernels
 from tests.equivalence.engine_runs import run
+from tests.equivalence.oracles import Outcome
 from tests.equivalence.oracles_dense import DenseLLaDA
 from tests.equivalence.oracles_dream import dream_sample
 from tests.equivalence.oracles_fast_dllm import fast_dllm_generate, threshold_rule
@@ -41,16 +43,22 @@ LLADA = {
 }
 
 
-def write_llada(folder: Path, seed: int, **changes: int) -> DenseLLaDA:
-    """Random weights, large enough for peaked logits; `changes` are of the configuration."""
+def write_llada(
+    folder: Path, seed: int, *, width: float = 0.3, mask_scale: float = 1.0, **changes: int
+) -> DenseLLaDA:
+    """Random weights, large enough for peaked logits; `changes` are of the configuration.
+
+    The logit of the mask token is scaled by `mask_scale`.
+    """
     config = LLADA | changes
     generator = torch.Generator().manual_seed(seed)
-    size, inner, width = LLADA["d_model"], LLADA["mlp_hidden_size"], 0.3
+    size, inner = LLADA["d_model"], LLADA["mlp_hidden_size"]
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * width
 
     tensors = {"wte": draw(VOCAB, size), "ff_out": draw(VOCAB, size), "ln_f": 1 + draw(size)}
+    tensors["ff_out"][MASK] *= mask_scale
     for layer in range(LLADA["n_layers"]):
         narrow = size * config["n_kv_heads"] // config["n_heads"]
         own = {name: draw(size, size) for name in ("q_proj", "attn_out")}
@@ -64,10 +72,62 @@ def write_llada(folder: Path, seed: int, **changes: int) -> DenseLLaDA:
     return DenseLLaDA(named, config)
 
 
+WIDTHS = {"never sure": 0.1, "seldom sure": 0.3, "often sure": 0.8}
+"""Of weights: the wider they are drawn, the more peaked logits are."""
+THRESHOLDS = [0.2, 0.5, 0.9, 0.99, 2.0]
+
+
 @pytest.fixture(scope="module")
-def llada(tmp_path_factory) -> tuple[Path, DenseLLaDA]:
-    folder = tmp_path_factory.mktemp("llada")
-    return folder, write_llada(folder, 3)
+def lladas(tmp_path_factory) -> dict[tuple[str, int], tuple[Path, DenseLLaDA]]:
+    """Folder and dense model, by how sure they are and by seed."""
+    made = {}
+    for kind, width in WIDTHS.items():
+        for seed in (3, 4):
+            folder = tmp_path_factory.mktemp("llada")
+            made[kind, seed] = folder, write_llada(folder, seed, width=width)
+    return made
+
+
+@pytest.fixture(params=[(kind, seed) for kind in WIDTHS for seed in (3, 4)], ids=str)
+def llada(lladas, request) -> tuple[Path, DenseLLaDA]:
+    return lladas[request.param]
+
+
+@pytest.fixture
+def one_llada(lladas) -> Path:
+    return lladas["seldom sure", 3][0]
+
+
+def by_threshold(
+    dense: Any, prompt: list[int], threshold: float, cache: str, **options: Any
+) -> Outcome:
+    """What Fast-dLLM's loop says."""
+    return fast_dllm_generate(
+        dense.cached,
+        prompt,
+        mask_id=MASK,
+        gen_length=ANSWER,
+        block_length=8,
+        rule=threshold_rule(threshold),
+        cache=cache,
+        **options,
+    )
+
+
+def test_thresholds_fire_never_seldom_or_often(lladas):
+    """What the comparisons below are worth: no, some or many steps reveal more than one token."""
+    shares = {kind: [] for kind in WIDTHS}
+    for (kind, _), (_, dense) in lladas.items():
+        prompts = make_prompts(random.Random(2), 5)
+        outcomes = [
+            by_threshold(dense, prompt, threshold, "none")
+            for prompt, threshold in zip(prompts, THRESHOLDS, strict=True)
+        ]
+        num_parallel = sum(len(step) > 1 for one in outcomes for step in one.reveals)
+        shares[kind].append(num_parallel / sum(one.nfe for one in outcomes))
+    assert max(shares["never sure"]) == 0
+    assert 0 < min(shares["seldom sure"]) <= max(shares["seldom sure"]) < 0.08
+    assert min(shares["often sure"]) > 0.12
 
 
 @pytest.mark.parametrize("flags", [{}, {"page_size": 8, "num_pages": 20, "token_budget": 96}])
@@ -139,36 +199,29 @@ def test_dreams_guidance_is_the_same_behind_steps_that_build_kernels(tmp_path, m
         ({"cfg_scale": 1.5, "cache": "dual"}, "left out with cache dual"),
     ],
 )
-def test_guidance_that_cannot_be_is_refused(llada, knobs, words):
+def test_guidance_that_cannot_be_is_refused(one_llada, knobs, words):
     with pytest.raises(InvalidRequest, match=words) as caught:
-        run(make_engine(llada[0]), [[1, 2]], ANSWER, [knobs])
+        run(make_engine(one_llada), [[1, 2]], ANSWER, [knobs])
     assert caught.value.param == "decoding.params.cfg_scale"
 
 
-def test_guidance_takes_two_canvases_of_a_step(llada):
+def test_guidance_takes_two_canvases_of_a_step(one_llada):
     with pytest.raises(InvalidRequest, match="needs 88 in one step, but --token-budget is 80"):
-        run(make_engine(llada[0], token_budget=80), [[1] * 20], ANSWER, [{"cfg_scale": 1}])
+        run(make_engine(one_llada, token_budget=80), [[1] * 20], ANSWER, [{"cfg_scale": 1}])
 
 
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 def test_fast_dllms_caches(llada, cache):
     folder, dense = llada
     prompts = make_prompts(random.Random(2), 5)
-    thresholds = [0.2, 0.5, 0.9, 0.99, 2.0]
-    knobs = [{"threshold": one, "cache": cache, "block_length": 8} for one in thresholds]
+    knobs = [{"threshold": one, "cache": cache, "block_length": 8} for one in THRESHOLDS]
     flags = {"page_size": 8, "num_pages": 20, "token_budget": 96}
     outputs, _ = run(make_engine(folder, **flags), prompts, ANSWER, knobs)
-    for prompt, threshold, output in zip(prompts, thresholds, outputs, strict=True):
-        wanted = fast_dllm_generate(
-            dense.cached,
-            prompt,
-            mask_id=MASK,
-            gen_length=ANSWER,
-            block_length=8,
-            rule=threshold_rule(threshold),
-            cache=cache,
-        )
-        assert output == wanted.tokens
+    wanted = [
+        by_threshold(dense, prompt, threshold, cache).tokens
+        for prompt, threshold in zip(prompts, THRESHOLDS, strict=True)
+    ]
+    assert outputs == wanted
 
 
 def as_dream(config: dict) -> None:
@@ -198,7 +251,7 @@ def test_dreams_schedules(tmp_path):
         assert output == wanted.tokens
 
 
-def test_a_canvas_longer_than_a_step_is_refused(llada):
-    engine = make_engine(llada[0], token_budget=40)
+def test_a_canvas_longer_than_a_step_is_refused(one_llada):
+    engine = make_engine(one_llada, token_budget=40)
     with pytest.raises(InvalidRequest, match="--token-budget is 40"):
         run(engine, [[1] * 20], ANSWER)

@@ -22,7 +22,7 @@ from engine_service.sampling.head import KnownLogits
 from tests.sampling_batches import Row, make_tables, make_wants
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-VOCAB, MASK, EOS = 40, 3, (7, 11)
+VOCAB, MASK = 40, 3
 
 
 def random_knobs(rng: random.Random, name: str, length: int) -> RevealKnobs:
@@ -34,6 +34,7 @@ def random_knobs(rng: random.Random, name: str, length: int) -> RevealKnobs:
         factor=rng.choice([0.0, 0.5, 1.0, 3.0]),
         entropy_bound=rng.choice([0.0, 0.4, 3.0]),
         max_parallel=rng.randint(1, 6),
+        start_threshold=rng.choice([0.1, 0.3, 0.9]),
         low_threshold=rng.choice([0.0, 0.25]),
         alg_temp=rng.choice([0.0, 0.0, 0.7]),
         eos_last=rng.random() < 0.3,
@@ -58,7 +59,7 @@ class Bench:
         lines = [Row(prompt_len=prompt, seed=rng.getrandbits(40)) for prompt in prompts]
         self.tables = make_tables([*lines, Row()], banned=(MASK,), width=max(self.stops) + 1)
         self.tables.tokens[:] = MASK
-        self.half = RevealTables(count, torch.device("cpu"), mask_token_id=MASK, eos_token_ids=EOS)
+        self.half = RevealTables(count, torch.device("cpu"), mask_token_id=MASK)
         self.half.admit(
             range(count),
             [random_knobs(rng, name, n) for name, n in zip(names, lengths, strict=True)],
@@ -111,7 +112,7 @@ def check_steps(bench: Bench, num_steps: int) -> int:
         choice = bench.choice(len(batch.rows))
         there = replace(moved(batch), tables=moved(batch.tables))
         rows: RowStates = moved(state.rows)
-        theirs = replace(state, rows=rows, eos_token_ids=state.eos_token_ids.to(device))
+        theirs = replace(state, rows=rows)
         was_fixed = batch.tables.fixed.clone()
         slow, fast = InTorch(batch, state, bench.width), OnDevice(there, theirs, bench.width)
         want, got = slow.settle(choice), fast.settle(moved(choice))
@@ -143,7 +144,7 @@ def test_longer_blocks_are_refused(seed: int) -> None:
     bench = Bench(seed, ["threshold"], MAX_BLOCK + 1)
     batch = bench.batch()
     there, rows = replace(moved(batch), tables=moved(batch.tables)), moved(bench.half._state.rows)
-    state = replace(bench.half._state, rows=rows, eos_token_ids=torch.tensor(EOS).to(device))
+    state = replace(bench.half._state, rows=rows)
     with pytest.raises(AssertionError, match=f"blocks of {MAX_BLOCK + 1}"):
         OnDevice(there, state, MAX_BLOCK + 1).settle(moved(bench.choice(len(batch.rows))))
 
@@ -162,10 +163,10 @@ def test_control_another_state_of_the_rows_is_noticed(field: str, seed: int) -> 
         getattr(wrong, field)[column[field]] += 3
         batch = bench.batch()
         choice = bench.choice(len(batch.rows))
-        made, ends = [], torch.tensor(EOS).to(device)
+        made = []
         for rows in (moved(right), wrong):
             there = replace(moved(batch), tables=moved(batch.tables))
-            state = replace(bench.half._state, rows=rows, eos_token_ids=ends)
+            state = replace(bench.half._state, rows=rows)
             made.append(OnDevice(there, state, bench.width).settle(moved(choice)).final.tolist())
         real = int(batch.cu_decide[-3])
         noticed = made[0][:real] != made[1][:real]

@@ -180,6 +180,10 @@ def test_traits_of_the_published_checkpoint() -> None:
     assert (got.head_dim, got.intermediate_size, got.vocab_size) == (128, 96, 126464)
     assert (got.norm_eps, got.rope.theta, got.max_model_len) == (1e-5, 500000.0, 128)
     assert (got.tie_embeddings, got.eos_token_ids, got.windows) == (False, (250,), (None,) * 3)
+    assert got.eot_token_ids == (), "another mask token, so another vocabulary"
+    published = {"mask_token_id": 126336, "embedding_size": 126464, "vocab_size": 126464}
+    assert traits(**published).eot_token_ids == (126348,)
+    assert traits(**published | {"embedding_size": 126348}).eot_token_ids == ()
     assert (got.mask_block, got.logits_shift) == (FULL, 0)
     assert (got.default_method, got.methods) == ("full_canvas", ("full_canvas",))
 

@@ -25,6 +25,7 @@ from engine_service.core.messages import (
     Ready,
     Reject,
     SetTracing,
+    ShownCanvas,
     Shutdown,
     StepOutput,
     Submit,
@@ -97,7 +98,12 @@ class FakeCore:
                         output.logprobs.append((row, [entry]))
                     if live.submit.emit_canvas:
                         output.canvas.append(
-                            (row, 7, Canvas((1, 2), (True, False), 3, None, (0.75, 0.5)))
+                            (
+                                row,
+                                ShownCanvas(
+                                    7, 2, Canvas((1, 2), (True, False), 3, None, (0.75, 0.5))
+                                ),
+                            )
                         )
             output.counts.append(count)
             if finish := self.finish(live, now):

@@ -269,6 +269,7 @@ class FakeEngine(rpc.EngineServiceServicer, rpc.EngineInfoServiceServicer):
                 step.canvas.add(
                     row=index,
                     block_start=8,
+                    block=2,
                     token_ids=pack(tail),
                     fixed=b"\1\0",
                     denoise_step=3,

@@ -138,7 +138,7 @@ async def test_logprobs_and_canvas_arrive() -> None:
         answers = await rest(stub.Generate(pb.GenerateRequest(spec=asked)))
         entries = [entry for one in answers for entry in one.logprobs]
         assert [entry.token_ids[0] for entry in entries] == [9, 10]
-        assert answers[0].canvas.block_start == 7
+        assert (answers[0].canvas.block_start, answers[0].canvas.block) == (7, 2)
         assert unpack(answers[0].canvas.token_ids) == [1, 2]
         assert answers[0].canvas.fixed == b"\x01\x00"
         assert list(answers[0].canvas.confidence) == [0.75, 0.5]

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from engine_service.core.messages import FinishReason
+from engine_service.server import tokenizer_files
 from engine_service.server.launch import EngineServer
 from engine_service.server.state import EngineState
 from tests.service.engine_fixtures import (
@@ -300,11 +301,11 @@ async def test_a_tokenizer_that_cannot_be_read_is_told_and_ends_no_start(
 ) -> None:
     write_tokenizer(tmp_path)
 
-    def refused(path: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(path))
+    def refused(folder: Path, name: str, config: bytes | None) -> Any:
+        raise PermissionError(13, "Permission denied", str(folder / name))
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "read_bytes", refused)
+        patched.setattr(tokenizer_files, "_opened", refused)
         async with engine(tokenizer=str(tmp_path)) as server, info(server) as stub:
             with pytest.raises(grpc.aio.AioRpcError, match=r"tokenizer.*Permission denied") as told:
                 await rest(stub.GetTokenizer(pb.GetTokenizerRequest()))

@@ -63,7 +63,7 @@ async def test_a_canvas_that_tokens_have_overtaken_is_dropped() -> None:
     call.show_canvas(0, Canvas(10, (3,), (False,), 2))
     (of_one_step,) = await call.read()
     assert of_one_step.canvas is not None
-    assert of_one_step.canvas.block_start == 10
+    assert of_one_step.canvas.block == 10
 
 
 async def test_reading_waits_for_news() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine_service.core.messages import Finish, FinishReason, Timings, Usage
+from engine_service.core.messages import Finish, FinishReason, ShownCanvas, Timings, Usage
 from engine_service.core.step import Canvas, TokenLogprobs
 from engine_service.server.convert import MAX_N, check_hello, to_choices, to_submit
 from engine_service.server.convert_out import notice_frame, pack, responses, step_frames
@@ -172,7 +172,7 @@ def step(seq: int, tokens: dict[int, list[int]], ends: tuple[int, ...] = ()) -> 
         logprobs=[(i, [entry(t) for t in tokens[h]]) for i, h in enumerate(handles) if h % 3 == 0],
         prompt_logprobs=[(i, 1, [entry(5)]) for i, h in enumerate(handles) if h % 5 == 0],
         finished=[(i, FINISH) for i, h in enumerate(handles) if h in ends],
-        canvas=[(0, seq, Canvas((seq,), (False,), 0))] if handles else [],
+        canvas=[(0, ShownCanvas(seq, 0, Canvas((seq,), (False,), 0)))] if handles else [],
         opened=[(i, h) for i, h in enumerate(handles) if h % 2 == 0 and seq == 1],
     )
 
@@ -238,7 +238,7 @@ async def test_memory_of_an_unread_outlet_is_bounded_by_handles() -> None:
     (rows,) = await outlet.take()
     assert isinstance(rows, StepRows)
     assert rows.counts == [1000] * 5
-    assert [canvas.token_ids for _, _, canvas in rows.canvas] == [(999,)]
+    assert [shown.canvas.token_ids for _, shown in rows.canvas] == [(999,)]
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -218,7 +218,9 @@ def test_the_budget_of_logits_bounds_the_buckets():
     assert max(one.decided for one in buckets) <= 441
 
 
-@pytest.mark.parametrize("what", ["filters", "penalties", "bias", "suppress", "max_logprobs"])
+@pytest.mark.parametrize(
+    "what", ["filters", "penalties", "bias", "suppress", "mask", "holds_ends", "max_logprobs"]
+)
 def test_only_plain_rows_are_decided_inside_a_graph(what):
     tables = make_tables()
     wants = laid_out([decoding(0, 3)], tables).decides[0].wants

@@ -31,6 +31,7 @@ GOOD = {
     "factor": 0.7,
     "entropy_bound": 0.2,
     "max_parallel": 2,
+    "start_threshold": 0.7,
     "low_threshold": 0.3,
     "alg_temp": 0.4,
 }
@@ -65,6 +66,8 @@ BAD = [
     ({"remasking": "entropy_bound", "entropy_bound": -1e-9}, "entropy_bound", "at least 0"),
     ({"remasking": "adaptive", "max_parallel": 0}, "max_parallel", r"\[1, 65536\]"),
     ({"remasking": "adaptive", "max_parallel": 1.5}, "max_parallel", "whole"),
+    ({"remasking": "adaptive", "start_threshold": 0.05}, "start_threshold", r"\[0.1, 0.9\]"),
+    ({"remasking": "adaptive", "start_threshold": 0.95}, "start_threshold", r"\[0.1, 0.9\]"),
     ({"remasking": "origin", "steps": 0}, "steps", r"\[1, 4\]"),
     ({"remasking": "random", "steps": 5}, "steps", r"\[1, 4\]"),
     ({"remasking": "entropy", "alg_temp": -0.1}, "alg_temp", "at least 0"),
@@ -129,7 +132,7 @@ class Block:
     length: int
     seed: int
     step: int = 0
-    adapted: float = START
+    adapted: float = 0.0
     num_masks: int = 0
     hidden: list[int] = field(default_factory=list)
 
@@ -137,7 +140,8 @@ class Block:
         """The block that the answer's position `first` lies in, all masked from there on."""
         stop = first + self.length - (first - self.origin) % self.length
         self.hidden = list(range(first, stop))
-        self.num_masks, self.step, self.adapted = len(self.hidden), 0, START
+        self.num_masks, self.step = len(self.hidden), 0
+        self.adapted = self.knobs["start_threshold"]
 
 
 def random_block(rng: random.Random, number: int) -> Block:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine_service.core.step import Canvas, PageAppend, Span
+from engine_service.decoding.reveal_knobs import RevealKnobs
 from engine_service.sampling.rng import request_seed
 from engine_service.staging import stage
 from engine_service.worker.batch import ForwardBatch, bind_batch, columns_of
@@ -119,6 +120,20 @@ def test_pages_append_and_a_new_row_forgets_the_old_ones():
     assert tables.page_table.tolist() == tables.host_pages.tolist()
     with pytest.raises(AssertionError, match="row 0: page 7 of 8"):
         tables.apply([], [PageAppend(0, 7, (1, 2))])
+
+
+def test_rows_that_hold_ends_back_say_so_and_only_they():
+    tables = make_tables()
+    knobs = [
+        RevealKnobs(remasking="low_confidence", steps=1, eos_last=one) for one in (True, False)
+    ]
+    rows = [make_row(row, [1])._replace(params=own) for row, own in enumerate(knobs)]
+    tables.apply([*rows, make_row(2, [1])], [])
+    assert tables.wants(np.array([0]), 1).holds_ends
+    assert tables.wants(np.array([1, 0]), 1).holds_ends
+    assert tables.wants(np.array([1, 2]), 1).is_plain
+    tables.apply([rows[1]._replace(row=0)], [])
+    assert tables.wants(np.array([0]), 1).is_plain
 
 
 def test_wants_is_the_union_of_the_rows():

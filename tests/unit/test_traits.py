@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from engine_service.core.step import FULL
 from engine_service.models.base import REGISTRY, ModelTraits
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
@@ -22,6 +23,11 @@ BASE = {
 def traits(architecture: str, added: dict[str, int] | None = None, **changes: Any) -> ModelTraits:
     config = {**BASE, "architectures": [architecture], **changes}
     return REGISTRY.find(config).read_traits(config, added or {})
+
+
+def mask_of(architecture: str) -> int | None:
+    """A mask token, for all but those that it would make another architecture of."""
+    return None if architecture.startswith("Qwen") else 3
 
 
 IMPLEMENTED = {
@@ -65,7 +71,7 @@ def test_every_architecture_is_found_by_name() -> None:
         "XLMRobertaModel",
     )
     for name in REGISTRY.names():
-        assert traits(name, mask_token_id=3).architecture == name
+        assert traits(name, mask_token_id=mask_of(name)).architecture == name
 
 
 def test_unknown_architecture_lists_the_supported_ones() -> None:
@@ -161,12 +167,13 @@ def test_heads_default_as_the_architecture_says() -> None:
 def test_unknown_traits_are_refused(architecture: str, changes: dict[str, Any]) -> None:
     turns = not architecture.startswith(("Bert", "Roberta", "XLMRoberta"))
     named = "rope_type" if "rope_scaling" in changes and turns else next(iter(changes))
-    sees_behind = named == "is_causal" and traits(architecture, mask_token_id=1).mask_block > 1
+    mask = mask_of(architecture)
+    sees_behind = named == "is_causal" and traits(architecture, mask_token_id=mask).mask_block > 1
     if sees_behind or named in IMPLEMENTED.get(architecture, ()):
-        traits(architecture, mask_token_id=1, **changes)
+        traits(architecture, mask_token_id=mask, **changes)
         return
     with pytest.raises(Unsupported, match="not supported") as caught:
-        traits(architecture, mask_token_id=1, **changes)
+        traits(architecture, mask_token_id=mask, **changes)
     assert caught.value.param == named
 
 
@@ -198,14 +205,23 @@ def test_unknown_layer_types_are_refused() -> None:
         ({}, {"<|MASK|>": 11, "<|mask|>": 12}, 11),
         ({}, {"<|mask|>": 12}, 12),
         ({"mask_token_id": None}, {"<|mdm_mask|>": 13}, 13),
+        ({"text_mask_token_id": 9}, {"<|MASK|>": 11}, 9),
+        ({"text_mask_token_id": 9, "mask_token_id": 0}, {}, 0),
+        ({"vocab_size": 151936}, {"<|mdm_mask|>": 13}, 13),
+        ({"vocab_size": 151936}, {"<|im_end|>": 13}, 151669),
     ],
 )
-def test_mask_token(config: dict[str, Any], added: dict[str, int], mask: int) -> None:
-    got = traits("SDARForCausalLM", added, block_size=8, **config)
+@pytest.mark.parametrize("architecture", ["SDARForCausalLM", "SDARMoeForCausalLM"])
+def test_mask_token(
+    architecture: str, config: dict[str, Any], added: dict[str, int], mask: int
+) -> None:
+    got = traits(architecture, added, block_size=8, **config)
     assert (got.mask_token_id, got.mask_block, got.logits_shift) == (mask, 8, 0)
 
 
-@pytest.mark.parametrize(("config", "added"), [({}, {}), ({"mask_token_id": 100}, {})])
+@pytest.mark.parametrize(
+    ("config", "added"), [({}, {}), ({"mask_token_id": 100}, {}), ({"mask_token_id": "9"}, {})]
+)
 def test_no_mask_token_refuses_to_start(config: dict[str, Any], added: dict[str, int]) -> None:
     with pytest.raises(InvalidRequest, match="mask_token_id"):
         traits("SDARForCausalLM", added, **config)
@@ -213,3 +229,40 @@ def test_no_mask_token_refuses_to_start(config: dict[str, Any], added: dict[str,
 
 def test_block_size_defaults_to_the_published_one() -> None:
     assert traits("SDARForCausalLM", mask_token_id=1).mask_block == 4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "block", "shift"),
+    [
+        ("SDARForCausalLM", {"block_size": None}, 4, 0),
+        ("SDARForCausalLM", {"bd_size": 8}, 8, 0),
+        ("SDARForCausalLM", {"bd_size": 8, "block_size": 8}, 8, 0),
+        ("Fast_dLLM_QwenForCausalLM", {"bd_size": None}, 32, 1),
+        ("Fast_dLLM_QwenForCausalLM", {"block_size": 16}, 16, 1),
+        ("Fast_dLLM_QwenForCausalLM", {"uses_shifted_prediction": False}, 32, 0),
+        ("Fast_dLLM_QwenForCausalLM", {"uses_shifted_prediction": None}, 32, 1),
+        ("SDARForCausalLM", {"uses_shifted_prediction": True}, 4, 1),
+        ("SDARMoeForCausalLM", {"uses_shifted_prediction": True}, 4, 1),
+        ("LLaDA2MoeModelLM", {"uses_shifted_prediction": True}, 32, 1),
+        ("DreamModel", {"uses_shifted_prediction": False}, FULL, 0),
+        ("LLaDAModelLM", {"uses_shifted_prediction": True}, FULL, 1),
+        ("LLaDAMoEModelLM", {"uses_shifted_prediction": True}, FULL, 1),
+    ],
+)
+def test_block_and_shift_may_be_said(
+    architecture: str, keys: dict[str, Any], block: int, shift: int
+) -> None:
+    got = traits(architecture, mask_token_id=3, **keys)
+    assert (got.mask_block, got.logits_shift) == (block, shift)
+
+
+def test_two_lengths_of_a_block_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="bd_size 32 and block_size 8 are two lengths"):
+        traits("Fast_dLLM_QwenForCausalLM", mask_token_id=3, bd_size=32, block_size=8)
+
+
+def test_a_block_that_chooses_its_experts_together_has_no_shift() -> None:
+    shifted = {"mask_token_id": 3, "uses_shifted_prediction": True, "num_experts": 16}
+    with pytest.raises(Unsupported, match=r"expert_capacity 8: .* set it to false"):
+        traits("LLaDA2MoeModelLM", expert_capacity=8, **shifted)
+    assert traits("LLaDA2MoeModelLM", expert_capacity=16, **shifted).logits_shift == 1

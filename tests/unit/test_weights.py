@@ -156,6 +156,18 @@ def test_stop_tokens_of_both_files(tmp_path: Path) -> None:
     assert read_traits(checkpoint).eos_token_ids == (3, 5)
 
 
+def test_the_end_of_a_turn_goes_by_the_tokenizers_names(tmp_path: Path) -> None:
+    write(tmp_path, {})
+    size = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
+    for number, turns in ((5, (5,)), (size, ())):
+        names = {"<|im_end|>": number, "<|im_start|>": 4}
+        listed = [{"content": name, "id": one} for name, one in names.items()]
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": listed}))
+        checkpoint = fetch_checkpoint(EngineConfig(model=str(tmp_path)), lambda *_: None)
+        got = read_traits(checkpoint)
+        assert (got.eos_token_ids, got.eot_token_ids) == ((3,), turns)
+
+
 def test_derived_and_tied_tensors_may_be_present(tmp_path: Path, seed: int) -> None:
     tensors = random_tensors(seed)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)

@@ -1,6 +1,7 @@
 """What a figure has to be read with: versions, machine, commit.
 
-Torch is asked only if it is loaded. It does not know what was measured.
+Torch is asked only if it is loaded, the driver's own program otherwise. It does not know what was
+measured.
 """
 
 from __future__ import annotations
@@ -53,7 +54,13 @@ def _version(package: str) -> str | None:
 
 
 def _gpu() -> str | None:
+    """That of this process, or those of the host where other processes have the models."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
+    if torch is not None:
+        return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return str(torch.cuda.get_device_name())
+    return ", ".join(dict.fromkeys(done.stdout.split("\n")[:-1])) or None

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from tidemill.llm import LLM
 
 
+_ONE_A_STEP = {"remasking": "low_confidence"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityOptions:
     """Flags of `tidemill bench quality`."""
@@ -33,7 +36,8 @@ class QualityOptions:
     params: dict[str, Any] = field(default_factory=dict)
     """Knobs of the decoding method, as JSON, for example {"threshold": 0.9}."""
     every_rule: bool = False
-    """Measures every unmask rule, and every cache, of a diffusion model too."""
+    """Measures every unmask rule of a diffusion model too, and every cache, by the default rule and
+    at one position a step."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format."""
     json: str | None = None
@@ -109,7 +113,8 @@ def _ask(
 
 def _variants(method: str, params: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Every rule of a diffusion method with its default knobs, and every cache with the default
-    rule; `params` that are no rule's stay. Raises InvalidRequest where there is one way only."""
+    rule and with one that reveals one position a step, as the default one hardly ever uses what was
+    kept; `params` that are no rule's stay. Raises InvalidRequest where there is one way only."""
     from engine_service.decoding.canvas_cache import CACHES, without_other_caches
     from engine_service.decoding.full_canvas import FullCanvas
     from engine_service.decoding.rules import RULES
@@ -127,6 +132,8 @@ def _variants(method: str, params: dict[str, Any]) -> dict[str, dict[str, Any]]:
         for cache in CACHES:
             own = {"cache": cache}
             named[f"cache {cache}"] = without_other_caches(params, own) | own
+            slow = without_other_caches(kept, own) | own | _ONE_A_STEP
+            named[f"cache {cache}, one a step"] = slow
     return named
 
 

@@ -21,7 +21,7 @@ _MOVES = "an engine whose KV is moved has a --role (prefill or decode) and a --k
 _ORDER = "Tidemill always goes by priority, and serves keys in turn among equals"
 _GRAMMARS = "Tidemill always holds answers to grammars with llguidance"
 _CODE = "Tidemill never runs code that comes with a model"
-_OVERRIDES = "Tidemill reads config.json as it stands: serve a copy of the folder with another one"
+_OVERRIDES = "what to read over config.json is one JSON object, merged key by key: --hf-overrides"
 _LINES = "Tidemill writes one line per request: see --log-level and --log-prompts"
 
 _TOLD: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -54,7 +54,7 @@ _TOLD: Mapping[str, tuple[str, ...]] = MappingProxyType(
         _GRAMMARS: ("--guided-decoding-backend", "--grammar-backend"),
         _CODE: ("--trust-remote-code",),
         _OVERRIDES: (
-            "--hf-overrides", "--rope-scaling", "--rope-theta", "--json-model-override-args",
+            "--rope-scaling", "--rope-theta", "--json-model-override-args",
         ),
         _LINES: (
             "--disable-log-requests", "--enable-log-requests", "--log-requests", "--max-log-len",

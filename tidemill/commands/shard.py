@@ -6,8 +6,9 @@ It does not know how.
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -33,6 +34,8 @@ class ShardOptions:
     """For engines that run with it: each rank's file has all of some experts."""
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
+    hf_overrides: dict[str, Any] = field(default_factory=dict)
+    """What to read over config.json, as JSON; it stands in the new folder's config.json."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -46,6 +49,7 @@ def run(argv: Sequence[str]) -> int:
     config = EngineConfig(
         model=wanted.model,
         revision=wanted.revision,
+        hf_overrides=wanted.hf_overrides,
         tensor_parallel_size=wanted.tensor_parallel_size,
         expert_parallel=wanted.expert_parallel,
     )

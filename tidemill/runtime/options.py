@@ -161,6 +161,10 @@ def _metavar(hint: Any) -> str:
     return "JSON" if get_origin(hint) is dict else str(hint.__name__).upper()
 
 
+def _kind(hint: Any) -> str:
+    return "a JSON object" if get_origin(hint) is dict else _metavar(hint)
+
+
 def _convert(hint: Any, text: str) -> Any:
     kinds = get_args(hint)
     if NoneType in kinds:
@@ -169,10 +173,12 @@ def _convert(hint: Any, text: str) -> Any:
         if get_origin(hint) is Literal:
             return kinds[kinds.index(text)]
         if get_origin(hint) is dict:
-            return dict(json.loads(text))
+            if not isinstance(found := json.loads(text), dict):
+                raise ValueError("an array of pairs would be made one")
+            return found
         return _SWITCH[text.lower()] if hint is bool else hint(text)
     except (KeyError, TypeError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {_metavar(hint)}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not {_kind(hint)}") from None
 
 
 def _respelt(word: str, spellings: Mapping[str, str]) -> str:

@@ -463,7 +463,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., detail: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., dead_end: _Optional[bool] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "reasoning_tokens", "forward_passes", "denoise_steps", "preemptions")
+    __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "reasoning_tokens", "forward_passes", "denoise_steps", "preemptions", "tokens_per_forward")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -471,6 +471,7 @@ class Usage(_message.Message):
     FORWARD_PASSES_FIELD_NUMBER: _ClassVar[int]
     DENOISE_STEPS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_FORWARD_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -478,7 +479,8 @@ class Usage(_message.Message):
     forward_passes: int
     denoise_steps: int
     preemptions: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., forward_passes: _Optional[int] = ..., denoise_steps: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    tokens_per_forward: float
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., forward_passes: _Optional[int] = ..., denoise_steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., tokens_per_forward: _Optional[float] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("arrival_unix_ns", "queue_ns", "prefill_ns", "decode_ns")
@@ -493,20 +495,22 @@ class Timings(_message.Message):
     def __init__(self, arrival_unix_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ...) -> None: ...
 
 class CanvasRow(_message.Message):
-    __slots__ = ("row", "block_start", "token_ids", "fixed", "denoise_step", "confidence")
+    __slots__ = ("row", "block_start", "token_ids", "fixed", "denoise_step", "confidence", "block")
     ROW_FIELD_NUMBER: _ClassVar[int]
     BLOCK_START_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FIXED_FIELD_NUMBER: _ClassVar[int]
     DENOISE_STEP_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
     row: int
     block_start: int
     token_ids: bytes
     fixed: bytes
     denoise_step: int
     confidence: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, row: _Optional[int] = ..., block_start: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., fixed: _Optional[bytes] = ..., denoise_step: _Optional[int] = ..., confidence: _Optional[_Iterable[float]] = ...) -> None: ...
+    block: int
+    def __init__(self, row: _Optional[int] = ..., block_start: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., fixed: _Optional[bytes] = ..., denoise_step: _Optional[int] = ..., confidence: _Optional[_Iterable[float]] = ..., block: _Optional[int] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("handle", "code", "message", "reason", "param", "retriable", "retry_after_ms", "metadata")
@@ -741,18 +745,20 @@ class PoolingInfo(_message.Message):
     def __init__(self, tasks: _Optional[_Iterable[_Union[PoolTask, str]]] = ..., default_pooling: _Optional[_Union[PoolingKind, str]] = ..., dimensions: _Optional[int] = ..., num_labels: _Optional[int] = ...) -> None: ...
 
 class DecodingInfo(_message.Message):
-    __slots__ = ("default_method", "methods", "block_length", "mask_token_id", "default_params")
+    __slots__ = ("default_method", "methods", "block_length", "mask_token_id", "default_params", "approximate_caches")
     DEFAULT_METHOD_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MASK_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    APPROXIMATE_CACHES_FIELD_NUMBER: _ClassVar[int]
     default_method: str
     methods: _containers.RepeatedScalarFieldContainer[str]
     block_length: int
     mask_token_id: int
     default_params: _struct_pb2.Struct
-    def __init__(self, default_method: _Optional[str] = ..., methods: _Optional[_Iterable[str]] = ..., block_length: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., default_params: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
+    approximate_caches: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, default_method: _Optional[str] = ..., methods: _Optional[_Iterable[str]] = ..., block_length: _Optional[int] = ..., mask_token_id: _Optional[int] = ..., default_params: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., approximate_caches: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CacheInfo(_message.Message):
     __slots__ = ("page_size", "num_pages", "prefix_caching")
@@ -957,14 +963,16 @@ class KvPiece(_message.Message):
     def __init__(self, start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., crc32: _Optional[int] = ..., inline: _Optional[bytes] = ..., shared: _Optional[_Union[SharedPiece, _Mapping]] = ...) -> None: ...
 
 class SharedPiece(_message.Message):
-    __slots__ = ("pid", "fd", "size")
+    __slots__ = ("pid", "fd", "size", "stamp")
     PID_FIELD_NUMBER: _ClassVar[int]
     FD_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    STAMP_FIELD_NUMBER: _ClassVar[int]
     pid: int
     fd: int
     size: int
-    def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+    stamp: int
+    def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., size: _Optional[int] = ..., stamp: _Optional[int] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("name", "path")

@@ -525,17 +525,19 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[ModelCard, _Mapping]] = ...) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("id", "created_unix_s", "max_model_len", "owned_by", "parent", "default_method")
+    __slots__ = ("id", "created_unix_s", "max_model_len", "owned_by", "parent", "default_method", "approximate_caches")
     ID_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     OWNED_BY_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_METHOD_FIELD_NUMBER: _ClassVar[int]
+    APPROXIMATE_CACHES_FIELD_NUMBER: _ClassVar[int]
     id: str
     created_unix_s: int
     max_model_len: int
     owned_by: str
     parent: str
     default_method: str
-    def __init__(self, id: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., max_model_len: _Optional[int] = ..., owned_by: _Optional[str] = ..., parent: _Optional[str] = ..., default_method: _Optional[str] = ...) -> None: ...
+    approximate_caches: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, id: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., max_model_len: _Optional[int] = ..., owned_by: _Optional[str] = ..., parent: _Optional[str] = ..., default_method: _Optional[str] = ..., approximate_caches: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -197,5 +197,5 @@ def _checkpoint(files: TokenizerFiles | ServiceError | None) -> dict[str, Any]:
     """The model's config.json where it lies beside the tokenizer. Blocking."""
     if not isinstance(files, TokenizerFiles) or "config.json" not in dict(files.files):
         return {}
-    found = json.loads((files.folder / "config.json").read_text())
+    found = json.loads(files.read("config.json"))
     return found if isinstance(found, dict) else {}
