@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_service.core.params import ResolvedSampling
+from engine_service.core.params import MethodParams, ResolvedSampling
 from engine_service.core.step import EMPTY_CANVAS, Canvas, NewRow, PageAppend, Span, StepPlan
 
 
@@ -48,7 +48,7 @@ def make_row(
         prompt_len=len(token_ids) if prompt_len is None else prompt_len,
         canvas=canvas,
         method=method,
-        params=None,
+        params=MethodParams(),
         sampling=make_sampling(**sampling),
     )
 

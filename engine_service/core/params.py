@@ -84,6 +84,18 @@ class ResolvedSampling:
     prompt_logprobs: int | None
 
 
+class MethodParams:
+    """What a worker, which knows no method's knobs, must know of them. Knobs of methods are
+    subclasses."""
+
+    __slots__ = ()
+
+    @property
+    def holds_ends(self) -> bool:
+        """Whether ids that end an answer do not count in how sure a choice is."""
+        return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodingChoice:
     """The decoding method a request names (None: the engine's default) and its raw knobs."""
@@ -139,7 +151,7 @@ class PoolChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingParams:
+class PoolingParams(MethodParams):
     """PoolChoice after admission."""
 
     kind: str

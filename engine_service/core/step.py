@@ -141,6 +141,7 @@ class NewRow(NamedTuple):
     canvas: Canvas
     method: str
     params: Any
+    """A MethodParams of its method's own."""
     sampling: ResolvedSampling
     pinned: tuple[tuple[int, int], ...] = ()
     mask: bytes | None = None

@@ -77,7 +77,7 @@ class KeyChoice(NamedTuple):
 class DecodeStrategy(ABC):
     """One decoding method.
 
-    Class attributes: `name`; `Params`, the frozen dataclass of per-request knobs (parsed once at
+    Class attributes: `name`; `Params`, the MethodParams of per-request knobs (parsed once at
     admission); `supports`, the capabilities of {"penalties", "logprobs", "prompt_logprobs",
     "min_tokens", "logit_bias", "canvas", "pinned", "constraint"} that requests may ask for.
     "pinned" says that fixed positions of a canvas are never decided anew, and needs "min_tokens".

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from engine_service.core.params import MethodParams
 from engine_service.core.step import EMPTY_CANVAS, Canvas, Decision, NewRow, Span, Update, new_span
 from engine_service.core.strategy import DecodeStrategy
 from engine_service.decoding.knobs import reject_unknown
@@ -19,7 +20,7 @@ from engine_service.sampling.sampler import choose, token_logprobs
 
 
 @dataclass(frozen=True, slots=True)
-class AutoregressiveParams:
+class AutoregressiveParams(MethodParams):
     """The method has no knobs of its own; sampling parameters say everything."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from engine_service.core.params import MethodParams
 from engine_service.decoding.knobs import (
     read_choice,
     read_flag,
@@ -31,7 +32,7 @@ LEAST_START, MOST_START = 0.1, 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RevealKnobs:
+class RevealKnobs(MethodParams):
     """What a rule needs to know of a request. Knobs that it does not read keep their defaults."""
 
     remasking: str
@@ -60,6 +61,11 @@ class RevealKnobs:
     """Probability above which another token takes the place of a revealed one; None: never."""
     max_post_edit_steps: int = 16
     """Steps that edit on when no mask is left; fewer, as soon as nothing changes."""
+
+    @property
+    def holds_ends(self) -> bool:
+        """eos_last, in words that the worker shares."""
+        return self.eos_last
 
 
 _OF_ALL = {"remasking", "eos_last", "edit_threshold", "max_post_edit_steps"}

@@ -68,7 +68,7 @@ def _demands_of(new: NewRow) -> tuple[int, ...]:
         new.prompt_len + sampling.min_tokens if delays_stop else 0,
         -1 if sampling.logprobs is None else sampling.logprobs,
         bound if draws else 0,
-        getattr(new.params, "eos_last", False),
+        new.params.holds_ends,
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine_service.core.params import PoolingParams
+from engine_service.core.params import MethodParams, PoolingParams
 from engine_service.core.pool_admission import NOTHING_SAMPLED
 from engine_service.core.step import EMPTY_CANVAS, Decision, NewRow, PageAppend, Span
 from engine_service.staging import stage
@@ -44,7 +44,8 @@ def make_tables() -> RowTables:
 
 def take(tables: RowTables, row: int, length: int, params: PoolingParams | None) -> None:
     method = "autoregressive" if params is None else "pooling"
-    new = NewRow(row, [1] * length, length, EMPTY_CANVAS, method, params, NOTHING_SAMPLED)
+    asked = params or MethodParams()
+    new = NewRow(row, [1] * length, length, EMPTY_CANVAS, method, asked, NOTHING_SAMPLED)
     pages = tuple(range(row * WIDTH // PAGE, (row + 1) * WIDTH // PAGE))
     tables.apply([new], [PageAppend(row, 0, pages)])
 

@@ -14,7 +14,7 @@ import pytest
 
 from engine_service.__main__ import StateLog
 from engine_service.core.messages import Load
-from engine_service.core.params import ResolvedSampling
+from engine_service.core.params import MethodParams, ResolvedSampling
 from engine_service.core.step import EMPTY_CANVAS, NewRow, Span, StepPlan
 from engine_service.core.strategy import ExecutorLimits
 from engine_service.pipe import BlockingPipe, PeerGone, Unframer, frame, pair
@@ -169,7 +169,9 @@ def new_row(row: int, prompt: list[int], choice: int = 0, more: tuple[int, ...] 
         suppress=(), logprobs=1, prompt_logprobs=None,
     )  # fmt: skip
     tokens = [*prompt, *more]
-    return NewRow(row, tokens, len(prompt), EMPTY_CANVAS, "autoregressive", None, sampling)
+    return NewRow(
+        row, tokens, len(prompt), EMPTY_CANVAS, "autoregressive", MethodParams(), sampling
+    )
 
 
 def test_simulated_tokens_depend_on_request_and_position_only() -> None:
