@@ -6,6 +6,7 @@ import pytest
 
 from engine_service.decoding.canvas_cache import CACHES
 from engine_service.decoding.rules import RULES
+from tidemill.bench import quality
 from tidemill.bench.quality import QualityOptions, run, table
 from tidemill.runtime.errors import InvalidRequest
 
@@ -31,7 +32,8 @@ def test_every_rule_and_cache_of_a_full_canvas_is_measured() -> None:
         assert "7 items" in printed[name]
 
 
-def test_a_model_without_rules_is_told() -> None:
+def test_a_model_without_rules_is_told_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "_ask", None)
     with pytest.raises(InvalidRequest, match="autoregressive") as refused:
         run(QualityOptions(model="demo", items=1, max_tokens=2, every_rule=True))
     assert refused.value.param == "every_rule"

@@ -69,6 +69,7 @@ async def test_figures_follow_the_step_of_the_engine(
                 (point,) = (await bench(url_of(served, protocol), **options))["points"]
                 assert point["failures"] == {}
                 assert point["ok"] == point["requests"]
+                serve.check({"points": [point]})
                 try:
                     check_figures(point, step_s, other_s)
                     break
@@ -185,6 +186,8 @@ async def test_a_request_that_takes_too_long_is_given_up(tmp_path: Path) -> None
             (point,) = found["points"]
             assert point["ok"] == 0
             assert point["failures"].keys() <= {status, "timeout"}
+            with pytest.raises(Unavailable, match=r"none of \d+ requests was answered: "):
+                serve.check(found)
 
 
 CHUNK = b'data: {"choices":[{"index":0,"text":" tide"}]}\n\n'

@@ -71,6 +71,32 @@ def test_throughput_counts_the_tokens_of_its_sets(shape: str, tmp_path: Path) ->
         assert (row["forwards_per_request"], row["tokens_per_forward"]) == (256, 1)
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), SystemExit(143), RuntimeError("no more")])
+def test_sets_that_were_measured_are_kept(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException
+) -> None:
+    """Whatever ends the run behind them. It ends as it would have ended all the same."""
+    measure, file = throughput._measure, tmp_path / "figures.json"
+
+    def measured(options: Any, llm: Any, requests: RequestSet) -> dict[str, Any]:
+        if requests.name != "b1_128_256":
+            raise end
+        return measure(options, llm, requests)
+
+    monkeypatch.setattr(throughput, "_measure", measured)
+    flags = ["--executor=simulated", "--simulated-step-ms=0", "--page-size=64", f"--json={file}"]
+    for names, kept in (("b1_128_256,b8_128_256", True), ("b8_128_256,b1_128_256", False)):
+        with pytest.raises(type(end)) as raised:
+            bench.run(["throughput", f"--shape={shape}", f"--set={names}", *flags])
+        assert raised.value is end
+        assert file.exists() is kept
+        if kept:
+            found = json.loads(file.read_text())
+            assert [row["set"] for row in found["sets"]] == ["b1_128_256"]
+            assert found["ended_early"] == (str(end) or "KeyboardInterrupt")
+            file.unlink()
+
+
 def test_throughput_without_sets_compares_equal_requests(shape: str) -> None:
     options = throughput.ThroughputOptions(
         shape=shape, requests=3, input_len=5, output_len=7, repeats=2, against="none"

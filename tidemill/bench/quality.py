@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from engine_service.model_folder import check_model
 from tidemill.bench.bounds import OneOrMore
+from tidemill.bench.early import kept_if_ended
 from tidemill.bench.tasks import Item, held_out, is_correct
 from tidemill.runtime.errors import InvalidRequest
 
@@ -72,8 +73,9 @@ def run(options: QualityOptions) -> dict[str, Any]:
     from tidemill.llm import LLM
 
     llm = LLM(options.model, dtype=options.dtype)
+    named = _variants(llm.facts.default_method, options.params) if options.every_rule else {}
     tasks, misses = _ask(llm, options, options.params)
-    result = {
+    result: dict[str, Any] = {
         "benchmark": "quality",
         "model": options.model,
         "params": options.params,
@@ -81,10 +83,10 @@ def run(options: QualityOptions) -> dict[str, Any]:
         "first_misses": misses,
     }
     if options.every_rule:
-        named = _variants(llm.facts.default_method, options.params)
-        result["rules"] = {
-            name: _ask(llm, options, params)[0]["all"] for name, params in named.items()
-        }
+        rules = result["rules"] = {}
+        with kept_if_ended(result, tasks):
+            for name, params in named.items():
+                rules[name] = _ask(llm, options, params)[0]["all"]
     return result
 
 

@@ -17,3 +17,10 @@ def run(options: ServeOptions, config: EngineConfig) -> dict[str, Any]:
     from tidemill.bench.traffic import run as traffic_run
 
     return traffic_run.run(options, config)
+
+
+def check(found: dict[str, Any]) -> None:
+    """Raises what `traffic.run.check` raises."""
+    from tidemill.bench.traffic import run as traffic_run
+
+    traffic_run.check(found)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from engine_service.config import EngineConfig
 from tidemill.bench import beside_transformers
 from tidemill.bench.bounds import OneOrMore, ZeroOrMore
+from tidemill.bench.early import kept_if_ended
 from tidemill.bench.engines import OpenEngine, open_engine
 from tidemill.bench.probe import KVUse, watch_kv
 from tidemill.bench.roofline import as_figures, bound, ceilings_as_figures, ceilings_of
@@ -97,17 +98,19 @@ def _run_sets(
 ) -> dict[str, Any]:
     ceilings = ceilings_of(engine.llm.facts.device)
     hf_config, gpus = engine.hf_config(), engine.config.num_ranks
-    rows = []
-    for drawn in sets:
-        requests = drawn.within(engine.llm.facts.vocab_size)
-        row = _measure(options, engine.llm, requests)
-        least = bound(hf_config, requests, ceilings, gpus) if hf_config else None
-        rows.append(row | as_figures(least, row["seconds"]))
-    return engine.figures() | {
+    rows: list[dict[str, Any]] = []
+    found = engine.figures() | {
         "temperature": options.temperature,
         "ceilings": ceilings_as_figures(ceilings),
         "sets": rows,
     }
+    with kept_if_ended(found, rows):
+        for drawn in sets:
+            requests = drawn.within(engine.llm.facts.vocab_size)
+            row = _measure(options, engine.llm, requests)
+            least = bound(hf_config, requests, ceilings, gpus) if hf_config else None
+            rows.append(row | as_figures(least, row["seconds"]))
+    return found
 
 
 def _measure(options: ThroughputOptions, llm: LLM, requests: RequestSet) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """`tidemill bench NAME`: runs one benchmark of tidemill.bench and shows its figures.
 
 A benchmark is a module with a dataclass of options and `run(options)`, or `run(options, config)`,
-returning figures; where it has `table(figures)`, that chooses what is shown. This file does not
-know what they measure.
+returning figures; where it has `table(figures)`, that chooses what is shown, and where
+`check(figures)`, that raises where they are worth nothing. This file does not know what they
+measure.
 """
 
 import json
@@ -12,12 +13,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
 
 from engine_service.config import EngineConfig
 from tidemill.bench.bounds import check_bounds
 from tidemill.bench.context import context
+from tidemill.bench.early import EndedEarly
 from tidemill.bench.engines import NOT_MEASURED, NOT_SERVED
 from tidemill.bench.places import check_place
 from tidemill.commands.foreign_flags import BENCH_ADVICE
@@ -100,8 +102,7 @@ def run(argv: Sequence[str]) -> int:
     if report.json:
         check_place(Path(report.json), "json")
     with unread_progress() if report.json else nullcontext():
-        with ended_by_signals():
-            figures = module.run(chosen, *engine)
+        figures, cause = _measure(module, chosen, *engine)
         if report.json:  # whoever reads what follows may have left
             Path(report.json).write_text(json.dumps(context(name) | figures, indent=2) + "\n")
             print(f"figures in {report.json}", file=sys.stderr)
@@ -109,4 +110,17 @@ def run(argv: Sequence[str]) -> int:
         print(*(f"{label:<28} {value}" for label, value in module.table(figures)), sep="\n")
     else:
         print(json.dumps(figures, indent=2))
+    if cause is not None:
+        raise cause
+    if hasattr(module, "check"):
+        module.check(figures)
     return 0
+
+
+def _measure(module: ModuleType, *chosen: Any) -> tuple[dict[str, Any], BaseException | None]:
+    """The figures, and what ended the run ahead of the last of them."""
+    try:
+        with ended_by_signals():
+            return module.run(*chosen), None
+    except EndedEarly as early:
+        return early.figures, early.__cause__

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from engine_service.config import EngineConfig
+from tidemill.bench.early import kept_if_ended
 from tidemill.bench.places import check_place
 from tidemill.bench.services import services_of
 from tidemill.bench.traffic.client import Share, Told
@@ -28,7 +29,7 @@ from tidemill.bench.traffic.options import LOADS, ServeOptions, points_of
 from tidemill.bench.traffic.picture import check_drawable, draw
 from tidemill.bench.traffic.points import Point
 from tidemill.bench.traffic.target import Target
-from tidemill.runtime.errors import InvalidRequest
+from tidemill.runtime.errors import InvalidRequest, Unavailable
 from tidemill.runtime.options import settings_of
 from tidemill.security.client_tls import ClientTls
 
@@ -47,21 +48,36 @@ def run(options: ServeOptions, config: EngineConfig) -> dict[str, Any]:
     if options.plot:
         check_drawable()
         check_place(Path(options.plot), "plot")
+    rows: list[dict[str, Any]] = []
     with _urls(options, config) as urls:
         target = _target(options, urls)
-        rows = [_measured(options, target, point, LOADS[kind]) for point in points]
+        chosen = {name: value for name, value in asdict(options).items() if name != "api_key"}
+        started = {} if options.urls else {name: getattr(config, name) for name in changed}
+        found = {
+            "options": chosen,
+            "engine_options": started,
+            "model": target.model,
+            "load": LOADS[kind],
+            "points": rows,
+        }
+        with kept_if_ended(found, rows):
+            for point in points:
+                rows.append(_measured(options, target, point, LOADS[kind]))
     if options.plot:
         draw(rows, LOADS[kind], options.plot)
         print(f"picture in {options.plot}", file=sys.stderr)
-    chosen = {name: value for name, value in asdict(options).items() if name != "api_key"}
-    started = {} if options.urls else {name: getattr(config, name) for name in changed}
-    return {
-        "options": chosen,
-        "engine_options": started,
-        "model": target.model,
-        "load": LOADS[kind],
-        "points": rows,
-    }
+    return found
+
+
+def check(found: dict[str, Any]) -> None:
+    """Raises Unavailable where not one request was answered: a script may not read on then."""
+    points = found["points"]
+    if any(point["ok"] for point in points):
+        return
+    failures = [(how, one) for point in points for how, one in point["failures"].items()]
+    told = "".join(f": {how}, {one['said']}" for how, one in failures[:1])
+    asked = sum(point["requests"] for point in points)
+    raise Unavailable(f"none of {asked} requests was answered{told}")
 
 
 def _changed(config: EngineConfig) -> list[str]:
