@@ -94,16 +94,18 @@ class FullCanvas(DecodeStrategy):
     def parse(self, knobs: dict[str, Any]) -> FullCanvasParams:
         """Checked knobs; what depends on the answer's length is checked by `needs`."""
         reject_unknown(knobs, FullCanvasParams, self.name, beside=KNOBS)
-        rule = read_knobs(knobs, max_steps=_MOST)
-        block = knobs.get("block_length")
+        steps, block = 0, knobs.get("block_length")
+        if "steps" in knobs:
+            steps = _read_length("steps", knobs["steps"])
         if block is not None:
-            block = read_whole("block_length", block, low=1, high=_MOST)
+            block = _read_length("block_length", block)
+        rule = read_knobs(knobs, max_steps=_MOST)
         cache = read_cache(knobs)
         scale = read_number("cfg_scale", knobs.get("cfg_scale", 0), low=0, high=_MOST_SCALE)
         if scale and not cache.is_exact:
             raise wrong_knob("cfg_scale", scale, f"0 or left out with cache {cache.name}")
         return FullCanvasParams(
-            **{**asdict(rule), "steps": rule.steps if "steps" in knobs else 0},
+            **{**asdict(rule), "steps": steps},
             block_length=block,
             cache=cache,
             cfg_scale=scale,
@@ -276,3 +278,8 @@ def _block_of(
     block = params.block_of(end - prompt_len)
     start = prompt_len + (position - prompt_len) // block * block
     return start, min(start + block, end)
+
+
+def _read_length(name: str, value: Any) -> int:
+    """At most the answer's, which `needs` checks."""
+    return read_whole(name, value, low=1, high=_MOST, most="max_tokens")

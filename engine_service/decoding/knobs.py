@@ -20,11 +20,11 @@ def wrong_knob(name: str, value: Any, wording: str) -> InvalidRequest:
 def reject_unknown(
     knobs: dict[str, Any], params: type, method: str, *, beside: tuple[str, ...] = ()
 ) -> None:
-    """Raises InvalidRequest naming the first knob that `params` has no field for and that is not
-    among those `beside` them."""
+    """Raises InvalidRequest naming the first knob, by name since those of a protobuf come in any
+    order, that `params` has no field for and that is not among those `beside` them."""
     own = [field.name for field in fields(params)]
     known = [*own, *(name for name in beside if name not in own)]
-    unknown = next((name for name in knobs if name not in known), None)
+    unknown = min(knobs.keys() - set(known), default=None)
     if unknown is None:
         return
     served = f"it knows: {', '.join(known)}" if known else "it has none, so leave it out"
@@ -44,11 +44,12 @@ def read_number(name: str, value: Any, *, low: float, high: float = math.inf) ->
     return float(value)
 
 
-def read_whole(name: str, value: Any, *, low: int, high: int) -> int:
-    """A whole number in [low, high]; 4.0 is one, because JSON and protobuf know only numbers."""
+def read_whole(name: str, value: Any, *, low: int, high: int, most: str = "") -> int:
+    """A whole number in [low, high]; 4.0 is one, because JSON and protobuf know only numbers.
+    `most`: what the error calls the upper bound, where another than `high` is checked later."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_real and low <= value <= high and value == int(value)):
-        raise wrong_knob(name, value, f"a whole number in [{low}, {high}]")
+        raise wrong_knob(name, value, f"a whole number in [{low}, {most or high}]")
     return int(value)
 
 

@@ -143,8 +143,9 @@ def _read_editing(knobs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reject_unread(name: str, knobs: dict[str, Any]) -> None:
-    """Raises InvalidRequest naming the first knob that the rule does not read, and who does."""
-    for knob in knobs:
+    """Raises InvalidRequest naming the first knob, by name as in reject_unknown, that the rule does
+    not read, and who does."""
+    for knob in sorted(knobs):
         if knob in _OF_RULES and knob not in RULES[name].reads:
             readers = ", ".join(rule for rule in RULES if knob in RULES[rule].reads)
             raise InvalidRequest(
@@ -159,7 +160,7 @@ def one_by_one(knobs: RevealKnobs, asked: dict[str, Any]) -> RevealKnobs:
 
     Raises InvalidRequest for knobs of the caller's own that say how masks fall.
     """
-    for name in asked:
+    for name in sorted(asked):
         if name in _OF_ALL | _OF_RULES:
             raise InvalidRequest(
                 f"decoding.params.{name} says how masks fall, but where what may follow depends on "

@@ -39,9 +39,9 @@ UNKNOWN = "Unknown decoding parameter '{}' of block_diffusion; it knows: .*thres
 CANVAS: dict[str, tuple[dict[str, Any], str, str]] = {
     "steps do not divide": ({"block_length": 8, "steps": 7}, "steps", "multiple of the 3.*3 to 24"),
     "more steps than masks": ({"block_length": 8, "steps": 27}, "steps", "is 27;.* from 3 to 24"),
-    "no steps": ({"steps": 0}, "steps", r"is 0; it must be a whole number in \[1, "),
-    "no block": ({"block_length": 0}, "block_length", r"is 0; it must be a whole number in \[1, "),
-    "block -8": ({"block_length": -8}, "block_length", r"is -8.*; .*whole number in \[1, "),
+    "no steps": ({"steps": 0}, "steps", r"is 0; .* whole number in \[1, max_tokens\]"),
+    "no block": ({"block_length": 0}, "block_length", r"is 0; .*number in \[1, max_tokens\]"),
+    "block -8": ({"block_length": -8}, "block_length", r"is -8.*; .*number in \[1, max_tokens\]"),
     "half a block": ({"block_length": 2.5}, "block_length", r"is 2\.5; it must be a whole number"),
     "block too long": ({"block_length": 25}, "block_length", "is 25;.* at most.* max_tokens 24"),
     "threshold -1": ({"threshold": -1}, "threshold", "is -1.*; .*finite number of at least 0"),

@@ -12,8 +12,9 @@ import torch
 
 from engine_service.decoding import rules, settle
 from engine_service.decoding.block_diffusion import BlockDiffusion
+from engine_service.decoding.knobs import reject_unknown
 from engine_service.decoding.reveal import RevealTables
-from engine_service.decoding.reveal_knobs import RevealKnobs, read_knobs, remembers
+from engine_service.decoding.reveal_knobs import RevealKnobs, one_by_one, read_knobs, remembers
 from engine_service.decoding.reveal_knobs import with_defaults as over_defaults
 from engine_service.decoding.rules import RULES
 from engine_service.sampling.batch import DecideBatch, DecideResult
@@ -53,6 +54,21 @@ def test_a_knob_that_the_rule_does_not_read_is_refused(name: str) -> None:
         assert repr(name) in refused.value.message
         readers = refused.value.message.split(": ")[-1].rstrip(".").split(", ")
         assert readers == [rule for rule in RULES if knob in READS[rule]]
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_of_several_wrong_knobs_the_same_is_named_in_any_order(turn: int) -> None:
+    """Those of a protobuf come in any."""
+    several = dict([("zeta", 1), ("alpha", 1), ("factor", 1), ("alg_temp", 1)][::turn])
+    with pytest.raises(InvalidRequest) as refused:
+        reject_unknown(several, RevealKnobs, "block_diffusion")
+    assert refused.value.param == "decoding.params.alpha"
+    with pytest.raises(InvalidRequest) as refused:
+        read_knobs({"remasking": "threshold"} | several, max_steps=4)
+    assert refused.value.param == "decoding.params.alg_temp"
+    with pytest.raises(InvalidRequest) as refused:
+        one_by_one(read_knobs({}, max_steps=4), several)
+    assert refused.value.param == "decoding.params.alg_temp"
 
 
 BAD = [
