@@ -35,6 +35,8 @@ def check_supported(strategy: DecodeStrategy, submit: Submit) -> bool:
     for param, capability, is_wanted in wanted:
         if is_wanted and capability not in strategy.supports:
             what = f"{param} of several tokens each" if param == "bad_words" else param
+            if param.startswith("constraint."):  # HTTP has other names for it
+                what = f"grammars ({param})"
             raise Unsupported(
                 f"The decoding method {strategy.name!r} does not support {what}; leave it out.",
                 param=param,

@@ -71,7 +71,7 @@ BLOCK: dict[str, tuple[dict[str, Any], str, str]] = {
 }  # fmt: skip
 MODELS = {"demo-canvas": CANVAS, "demo-block": BLOCK}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-NO_GRAMMARS = "'full_canvas' does not support constraint.json_schema; leave it out"
+NO_GRAMMARS = r"'full_canvas' does not support grammars \(constraint.json_schema\); leave it out"
 
 
 class Served(NamedTuple):
