@@ -35,11 +35,7 @@ from tidemill.runtime.errors import FailedPrecondition, ServiceError
 _LEAVING_S = 10.0
 _LOG = logging.getLogger("tidemill.rank")
 _SIZES = ("num_pages", "page_size", "max_rows", "max_model_len", "dtype", "weight_version")
-"""Facts that must be the same on all ranks."""
-_REMEDIES = {
-    "weight_version": "; that of a local folder counts the times of its files: copy it with them"
-    " (cp -p, rsync -a)"
-}
+"""Facts that must be the same on all ranks. `worker.alike` asks for most of them before."""
 
 
 class RankWorker(Executor, Protocol):
@@ -183,7 +179,7 @@ def _compare(followers: list[FollowerProcess], own: dict[str, Any]) -> None:
             if own.get(name) != theirs.get(name):
                 raise FailedPrecondition(
                     f"{follower.name} has {name} {theirs.get(name)!r}, rank 0 {own.get(name)!r}: "
-                    "all ranks need the same files, devices and versions" + _REMEDIES.get(name, ""),
+                    "all ranks need the same files, devices and versions",
                     reason="RANKS_DIFFER",
                 )
 

@@ -25,6 +25,7 @@ from engine_service.kernels.jit import is_kernel_failure, kernel_fault
 from engine_service.models.base import CausalModel, ModelTraits
 from engine_service.models.sharing import check_fit
 from engine_service.resolve import resolve
+from engine_service.worker.alike import check_alike
 from engine_service.worker.buckets import Bucket, buckets_of
 from engine_service.worker.build_kernels import build_kernels
 from engine_service.worker.checkpoint import Report, fetch_checkpoint
@@ -103,6 +104,7 @@ class Worker:
             rows, width = self.resolved.token_budget, self.traits.hidden_size
             group = meet(place, self.device, store, num_stages=num_stages)
             group = replace(group, whole_experts=share.whole_experts)
+            check_alike(group, self.checkpoint.weight_version, self.resolved, self.dtype)
             agree_on_kernels(self.device, group)
             self._num_layers = len(group.stage.layers(self.traits.num_layers))
             self.group = group.with_peers(rows, width, self.dtype, self.device)

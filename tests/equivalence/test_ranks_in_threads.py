@@ -7,6 +7,7 @@ import json
 import random
 import struct
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.equivalence import pooling, ranks_in_threads
 from tests.equivalence.ranks_in_threads import run_ranks
 from tests.equivalence.shapes import SHAPES
 from tests.models.encoders import write
-from tidemill.runtime.errors import Unsupported
+from tidemill.runtime.errors import FailedPrecondition, Unsupported
 
 CLOSE = 1e-5
 PROMPTS = [[random.Random(8).randrange(120) for _ in range(size)] for size in (1, 2, 30, 13, 64)]
@@ -189,6 +190,43 @@ def test_a_kernel_that_fails_on_one_rank_alone_ends_all(
     with contextlib.nullcontext() if len(failing) == 2 else alone:
         run_ranks(monkeypatch, 2, lambda engine: None, **flags)
     assert sorted(given_up) == sorted(map(str, failing))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("weight_version", "rank 1 has weight_version 'other', rank 0 '.*rsync -a"),
+        ("dtype", "rank 1 has dtype 'float16', rank 0 'float32': .* .--dtype float16"),
+        ("max_rows", "rank 1 has max_rows 9, rank 0 64: "),
+    ],
+)
+def test_ranks_that_would_load_something_else_are_told_before_they_load(
+    tmp_path: Path, name: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on hosts whose files, GPUs or memory differ: it may take minutes to read the weights."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3"].config))
+    others = {"weight_version": "other", "dtype": torch.float16, "max_rows": 9}
+
+    def differing(real: Any, field: str) -> Any:
+        def made(*args: Any, **named: Any) -> Any:
+            found = real(*args, **named)
+            if field != name or threading.current_thread().name != "1":
+                return found
+            return others[name] if name == "dtype" else replace(found, **{name: others[name]})
+
+        return made
+
+    for function, field in (
+        ("fetch_checkpoint", "weight_version"),
+        ("resolve_dtype", "dtype"),
+        ("resolve", "max_rows"),
+    ):
+        monkeypatch.setattr(worker, function, differing(getattr(worker, function), field))
+    monkeypatch.setattr(worker, "load_model", lambda *_, **__: pytest.fail("it has been read"))
+    flags: dict[str, Any] = {"model": str(tmp_path), "load_format": "dummy", "max_model_len": 64}
+    with pytest.raises(FailedPrecondition, match=told) as caught:
+        run_ranks(monkeypatch, 2, lambda engine: None, **flags)
+    assert caught.value.reason == "RANKS_DIFFER"
 
 
 def test_kernels_run_on_all_ranks_or_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
