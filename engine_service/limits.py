@@ -78,15 +78,19 @@ def check(config: EngineConfig) -> None:
 
 
 def check_count(tensor_parallel_size: int, num_all: int) -> None:
-    """Raises InvalidRequest for no ranks, and for more in all than a group has."""
+    """Raises InvalidRequest for no ranks, and for more in all than a group has, naming the flag to
+    change."""
     if tensor_parallel_size >= 1 and num_all <= MOST_RANKS:
         return
-    is_small = num_all <= MOST_RANKS or num_all == tensor_parallel_size
-    stages = "" if is_small else f", {num_all} in all"
+    limit = f"a group has 1 to {MOST_RANKS} ranks"
+    if 1 <= tensor_parallel_size <= MOST_RANKS:  # the stages make them too many
+        raise InvalidRequest(
+            f"tensor_parallel_size is {tensor_parallel_size}, {num_all} in all; {limit}: pass "
+            f"--pipeline-parallel-size {MOST_RANKS // tensor_parallel_size} or less",
+            param="pipeline_parallel_size",
+        )
     raise InvalidRequest(
-        f"tensor_parallel_size is {tensor_parallel_size}{stages}; a group has 1 to {MOST_RANKS} "
-        "ranks",
-        param="tensor_parallel_size",
+        f"tensor_parallel_size is {tensor_parallel_size}; {limit}", param="tensor_parallel_size"
     )
 
 

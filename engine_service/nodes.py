@@ -159,9 +159,11 @@ def _torchrun(config: EngineConfig, environ: Mapping[str, str]) -> Node | None:
     rank, world = _index(found, "RANK", "WORLD_SIZE")
     local_rank, local_size = _index(found, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if world != config.num_ranks:
+        size, rest = divmod(world, max(1, config.pipeline_parallel_size))
+        fitting = f"{world} --pipeline-parallel-size 1" if rest else f"{size}"
         raise InvalidRequest(
             f"torchrun starts {world} processes (WORLD_SIZE) and the engine has "
-            f"{config.num_ranks} ranks; pass --tensor-parallel-size {world}, or others of "
+            f"{config.num_ranks} ranks; pass --tensor-parallel-size {fitting}, or others of "
             "torchrun's --nnodes and --nproc-per-node",
             param="tensor_parallel_size",
         )

@@ -104,6 +104,16 @@ def test_a_pod_of_a_leader_worker_set_has_its_share() -> None:
         ({"executor": "lws", "tensor_parallel_size": 3}, LWS, "do not go evenly over 2 nodes"),
         ({"executor": "torchrun"}, {}, "RANK, WORLD_SIZE, .* start it by torchrun"),
         ({"executor": "torchrun"}, TORCHRUN, r"4 processes \(WORLD_SIZE\) and the engine has 1"),
+        (
+            {"executor": "torchrun", "pipeline_parallel_size": 2, "tensor_parallel_size": 4},
+            TORCHRUN,
+            "the engine has 8 ranks; pass --tensor-parallel-size 2, or",
+        ),
+        (
+            {"executor": "torchrun", "pipeline_parallel_size": 3},
+            TORCHRUN,
+            "pass --tensor-parallel-size 4 --pipeline-parallel-size 1, or",
+        ),
         ({"executor": "torchrun"}, {**TORCHRUN, "RANK": "x"}, "RANK is 'x', not a number"),
         ({"executor": "torchrun"}, {**TORCHRUN, "RANK": "4"}, "RANK is 4 and WORLD_SIZE 4"),
         ({"executor": "torchrun"}, {**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK is 2 and LOCAL_W"),
