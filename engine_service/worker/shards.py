@@ -57,8 +57,11 @@ def parse_manifest(found: dict[str, Any] | None) -> Manifest | None:
             param="model",
         )
     try:
-        return Manifest(**found | {"num_bytes": tuple(found["num_bytes"])})
-    except (KeyError, TypeError) as error:
+        manifest = Manifest(**found | {"num_bytes": tuple(found["num_bytes"])})
+        if len(manifest.num_bytes) != (size := manifest.tensor_parallel_size):
+            raise ValueError(f"{len(manifest.num_bytes)} sizes of files for {size!r} ranks")
+        return manifest
+    except (KeyError, TypeError, ValueError) as error:
         raise InvalidRequest(
             f"{MANIFEST} is no manifest of shards ({error}): shard the source anew",
             reason="CHECKPOINT_CORRUPT",

@@ -165,11 +165,19 @@ def test_a_truncated_file_is_refused(made: Path) -> None:
     assert f"{path} has {size - 4} bytes where {MANIFEST} says {size}" in error.message
 
 
+TORN = {
+    "format": 1, "tensor_parallel_size": 2, "expert_parallel": False, "architecture": "a",
+    "source": "s", "weight_version": "v", "num_bytes": [8],
+}  # fmt: skip
+"""The size of the second file is missing."""
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "told"),
     [
         ('{"format": 2}', Unsupported, "this build reads format 1"),
         ('{"format": 1}', InvalidRequest, "no manifest of shards"),
+        (json.dumps(TORN), InvalidRequest, r"no manifest .*1 sizes of files for 2 ranks.*anew"),
         ("[]", InvalidRequest, "must hold a JSON object"),
     ],
 )
@@ -178,7 +186,7 @@ def test_a_manifest_that_cannot_be_read(
 ) -> None:
     (made / MANIFEST).write_text(text)
     with pytest.raises(kind, match=told):
-        load(made, Group(0, 2))
+        load(made, Group(1, 2))
 
 
 def test_the_weights_keep_their_version(made: Path) -> None:
