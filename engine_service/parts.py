@@ -23,6 +23,7 @@ from engine_service.core.transfers import Transfers
 from engine_service.defaults import read_knobs, read_sampling
 from engine_service.distributed import FIRST, Place, Store
 from engine_service.limits import check_count
+from engine_service.nodes import check_nodes
 from engine_service.rank_worker import make_strategies, make_transfers, open_worker
 from engine_service.ranks.choice import hosts_of
 from engine_service.ranks.group import open_group
@@ -96,7 +97,9 @@ def load(
 
 
 def simulate(config: EngineConfig, report: Report) -> Parts:
-    """A model's facts and tokenizer, and steps that only take their time."""
+    """A model's facts and tokenizer, and steps that only take their time. Raises InvalidRequest for
+    flags of several hosts, which there are none of."""
+    check_nodes(config)
     checkpoint = fetch_checkpoint(replace(config, load_format="dummy"), report)
     traits = read_traits(checkpoint)
     resolved = resolve(config, traits, torch.device("cpu"))

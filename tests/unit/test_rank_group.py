@@ -311,6 +311,16 @@ def test_a_number_of_ranks_that_no_group_has_is_refused(size: int, stages: int) 
     assert f"tensor_parallel_size is {size}" in refused.value.message
 
 
+def test_a_simulation_has_no_other_hosts() -> None:
+    """Also where a program asks for it, which no command line has checked."""
+    config = EngineConfig(model="demo", device="cpu", executor="simulated")
+    several: dict[str, Any] = {"nnodes": 2, "leader_address": "a", "group_token_file": "t"}
+    for field, value in several.items():
+        with pytest.raises(InvalidRequest, match=f"{field}.* executor simulated") as refused:
+            compose(replace(config, **{field: value}), lambda *stage: None)
+        assert refused.value.param == field
+
+
 def test_a_rank_that_others_started_moves_no_pages() -> None:
     """It has some of the model, and nobody to ask for the rest."""
     config = replace(CONFIG, role="decode")
