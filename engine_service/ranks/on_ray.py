@@ -145,17 +145,20 @@ class RayHosts(SeveralHosts):
             own = _own_gpu(ray, self._actor(ray, 0))
             self._first_device = device_of(own, os.environ.get("CUDA_VISIBLE_DEVICES"))
         door = Gathering(self._address, 0, secret, likeness(None))
-        post = ((self._address, door.port), secret.hex())
-        ranks = range(1, self._num_ranks)
-        level = self._config.log_level
-        runs = [self._actor(ray, rank).follow.remote(*post, rank, level) for rank in ranks]
-        watch = threading.Thread(target=self._watch, args=(ray, runs, door), daemon=True)
-        watch.start()
         try:
-            self.take(door.wait_for(ranks, self._num_ranks, report, _STARTED_S))
-        finally:
-            self._has_all = True
-            watch.join()
+            post = ((self._address, door.port), secret.hex())
+            ranks = range(1, self._num_ranks)
+            level = self._config.log_level
+            runs = [self._actor(ray, rank).follow.remote(*post, rank, level) for rank in ranks]
+            watch = threading.Thread(target=self._watch, args=(ray, runs, door), daemon=True)
+            watch.start()
+            try:
+                self.take(door.wait_for(ranks, self._num_ranks, report, _STARTED_S))
+            finally:
+                self._has_all = True
+                watch.join()
+        finally:  # also where no actor could be asked for: a program goes on without the port
+            door.close()
 
     def _actor(self, ray: Any, rank: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

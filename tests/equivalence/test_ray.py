@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from engine_service.config import EngineConfig
+from engine_service.ranks import on_ray
+from engine_service.ranks.gathering import Gathering
 from engine_service.ranks.on_ray import RayHosts, _own_gpu, device_of
 from tests.equivalence.test_rank_group import ROOT, TIMEOUT_S, answers
 from tidemill.runtime.errors import InvalidRequest, Unavailable
@@ -107,6 +110,27 @@ def test_rank_0_has_the_gpu_that_ray_gave_it() -> None:
     assert device_of("GPU-b", "GPU-a,GPU-b") == 1
     with pytest.raises(InvalidRequest, match="Ray chooses them"):
         RayHosts(EngineConfig(device="cuda:1"), 2, ends_silent_leader=True)
+
+
+def test_a_cluster_that_starts_no_actor_leaves_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    doors: list[Gathering] = []
+
+    def door(*args: Any) -> Gathering:
+        doors.append(Gathering(*args))
+        return doors[0]
+
+    def no_actor(*_: Any) -> Any:
+        socket.create_connection(("127.0.0.1", doors[0].port), 10.0).close()
+        raise RuntimeError("the cluster is gone")
+
+    monkeypatch.setattr(on_ray, "Gathering", door)
+    hosts = RayHosts(EngineConfig(device="cpu"), 2, ends_silent_leader=True)
+    hosts._address = "127.0.0.1"
+    monkeypatch.setattr(hosts, "_actor", no_actor)
+    with pytest.raises(RuntimeError, match="the cluster is gone"):
+        hosts._start_actors(ray, lambda *_: None)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", doors[0].port), 10.0)
 
 
 def test_without_ray_the_extra_is_named() -> None:
