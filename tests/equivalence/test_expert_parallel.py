@@ -20,7 +20,7 @@ from tests.equivalence.test_shards import differing, load, make_source, shard
 from tests.equivalence.test_tensor_parallel import answers, make_cases
 from tidemill.runtime.errors import InvalidRequest
 
-NAMES = ["mixtral", "qwen3-moe", "bailing-moe-v2", "llada-moe", "llada2-moe"]
+NAMES = ["mixtral", "qwen3-moe", "bailing-moe-v2", "sdar-moe", "llada-moe", "llada2-moe"]
 
 
 def eight(name: str) -> dict[str, Any]:
@@ -30,8 +30,8 @@ def eight(name: str) -> dict[str, Any]:
     return config | {key: 8}
 
 
-def check_split(tmp_path: Path, sizes: tuple[int, ...], **flags: Any) -> None:
-    """So many ranks with experts of their own answer as one with all."""
+def check_split(tmp_path: Path, sizes: tuple[tuple[int, int], ...], **flags: Any) -> None:
+    """So many (ranks, stages) with experts of their own answer as one rank with all."""
     cases = [case for case in make_cases(tmp_path, NAMES, **flags) if case["sampling"] == GREEDY]
     alone, split = tmp_path / "alone", tmp_path / "split"
     for folder, whole_experts in ((alone, False), (split, True)):
@@ -42,15 +42,15 @@ def check_split(tmp_path: Path, sizes: tuple[int, ...], **flags: Any) -> None:
             case |= {"prompts": case["prompts"][:2], "knobs": case["knobs"][:2], "count": 8}
         (folder / "cases.json").write_text(json.dumps(cases))
     one = answers(alone, 1)
-    for size in sizes:
-        several = answers(split, size)
-        assert dict(zip(NAMES, several, strict=True)) == dict(zip(NAMES, one, strict=True)), size
+    for size, num_stages in sizes:
+        several = dict(zip(NAMES, answers(split, size, num_stages), strict=True))
+        assert several == dict(zip(NAMES, one, strict=True)), (size, num_stages)
     assert all(len({tuple(tokens) for tokens in case}) > 1 for case in one), "nothing is decided"
 
 
 @pytest.mark.timeout(600)
 def test_two_and_four_ranks_answer_as_one(tmp_path: Path) -> None:
-    check_split(tmp_path, (2, 4))
+    check_split(tmp_path, ((2, 1), (4, 1), (4, 2)))
 
 
 def rank_of(folder: Path, rank: int, size: int, **config: Any) -> CausalModel:

@@ -84,7 +84,7 @@ def test_architectures_answer_as_one(tmp_path: Path, num_stages: int) -> None:
 
 
 def test_whole_experts_answer_as_one(tmp_path: Path) -> None:
-    check_split(tmp_path, (2,), **SMALL)
+    check_split(tmp_path, ((2, 1),), **SMALL)
 
 
 def taken() -> list[int]:
