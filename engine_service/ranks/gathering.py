@@ -155,10 +155,17 @@ class Gathering:
         self._hear(link, json.loads(told), address)
 
     def _hear(self, link: Link, facts: dict[str, Any], address: str) -> None:
-        host = f"{facts['host']} ({address})"
-        places = (facts[name] for name in ("local_rank", "local_size"))
-        arrival = Arrival(facts["rank"], link, host, *places)
-        wrong = difference(self._own, facts["likeness"], f"on rank {arrival.rank}, {host}")
+        try:
+            host = f"{facts['host']} ({address})"
+            places = (facts[name] for name in ("local_rank", "local_size"))
+            arrival = Arrival(facts["rank"], link, host, *places)
+            wrong = difference(self._own, facts["likeness"], f"on rank {arrival.rank}, {host}")
+        except KeyError as missing:  # it holds the secret, so it is no stranger
+            arrival = Arrival(-1, link, address, 0, 0)
+            wrong = (
+                f"a rank at {address} does not say its {missing.args[0]}: its version is another "
+                "one; all hosts of a group need the same"
+            )
         if wrong is None:
             self._news.put(arrival)
         else:

@@ -75,6 +75,22 @@ def test_who_comes_a_second_time_takes_the_place_and_the_first_is_told_why() -> 
         link.close()
 
 
+@pytest.mark.parametrize("missing", ["host", "local_size", "likeness"])
+def test_a_rank_of_a_version_that_says_less_is_told_and_ends_the_wait(missing: str) -> None:
+    door = Gathering("127.0.0.1", 0, SECRET, OWN)
+    link = knock(socket.create_connection(("127.0.0.1", door.port), WAIT_S), SECRET)
+    facts: dict[str, Any] = {
+        "rank": 1, "local_rank": 0, "local_size": 1, "host": "b", "likeness": OWN,
+    }  # fmt: skip
+    del facts[missing]
+    link.send(Frame.FACTS, json.dumps(facts).encode())
+    with pytest.raises(FailedPrecondition, match=f"does not say its {missing}: .* version") as told:
+        door.wait_for([1], 2, lambda *_: None, WAIT_S)
+    assert told.value.reason == "RANKS_DIFFER"
+    assert link.receive() == (Frame.REFUSED, told.value.message.encode())
+    link.close()
+
+
 class Narrow:
     """A listening socket that takes nobody in once: the process has no descriptor left."""
 
