@@ -55,6 +55,8 @@ def follow(pipe: BlockingPipe, start: Start, plans: Reader, open_worker: OpenWor
     except PeerGone:
         return 1
     except ServiceError as error:
+        if start.place.num_here < start.place.size:  # rank 0 says it where it may not be read
+            _LOG.error("this rank ends: %s", error)
         return _tell(pipe, Failed(error, is_verdict=True))
     except Exception as bug:
         _LOG.exception("this rank failed")

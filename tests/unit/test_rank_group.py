@@ -28,6 +28,7 @@ from engine_service.ranks import group as ranks_group
 from engine_service.ranks.broadcast import Ended
 from engine_service.ranks.group import RankGroup, open_group
 from engine_service.ranks.hosts import ThisHost
+from engine_service.ranks.messages import Start
 from tests.service.test_ranks_watched import group, ready
 from tests.waiting import eventually, stopwatch
 from tidemill.runtime.errors import EngineDead, FailedPrecondition, InvalidRequest, Unsupported
@@ -288,6 +289,24 @@ def test_a_stage_on_the_cpu_times_its_steps_without_a_device(
     with pytest.raises(Ended):
         following._run(Stage(), Plans(), Pipe())  # type: ignore[arg-type]
     assert [told.seq for told in Pipe.said] == [1]
+
+
+@pytest.mark.parametrize("local_size", [1, 2])
+def test_what_ends_a_rank_is_told_on_its_own_host_too(
+    local_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where it is another one than rank 0's: else the log there blames rank 0's host."""
+    said: list[Any] = []
+
+    def refused(*args: Any, **options: Any) -> Any:
+        raise InvalidRequest("rank-00001-of-00002.safetensors is missing")
+
+    start = Start(CONFIG, Place(1, 2, local_size=local_size), ends_silent_leader=True)
+    pipe: Any = SimpleNamespace(send=said.extend)
+    plans: Any = SimpleNamespace()
+    assert following.follow(pipe, start, plans, refused) == 1
+    assert [told.error.message for told in said] == ["rank-00001-of-00002.safetensors is missing"]
+    assert ("rank-00001-of-00002" in caplog.text) == (local_size == 1)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "::1", ""])
