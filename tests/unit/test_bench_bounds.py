@@ -12,7 +12,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 
+from engine_service.config import EngineConfig
 from tidemill.bench.bounds import Bounds, check_bounds
+from tidemill.bench.engines import refuse_model
 from tidemill.bench.stack import StackOptions, _stubs
 from tidemill.bench.stack import run as run_stack
 from tidemill.commands.bench import BENCHMARKS, run
@@ -95,15 +97,31 @@ def test_requests_that_the_engine_refuses_are_told_in_its_words() -> None:
         run_stack(StackOptions(requests=2, seconds=0.5, prompt_len=9000))
 
 
+SETS = "--set=b1_128_256"
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--temperature=1.5"], "temperature is for sets"),
-        (["--set=b1_128_256", "--requests=3"], "requests is for equal requests"),
-        (["--set=b1_128_256", "--against=none"], "against is for equal requests"),
-        (["--shape=qwen3-0.6b"], "pass --against none"),
+        (["throughput", "--temperature=1.5"], "temperature is for sets"),
+        (["throughput", SETS, "--requests=3"], "requests is for equal requests"),
+        (["throughput", SETS, "--against=none"], "against is for equal requests"),
+        (["throughput", "--shape=qwen3-0.6b"], "pass --against none"),
+        (["latency", SETS, "--concurrency=7"], "concurrency is for equal requests"),
+        (["latency", SETS, "--output-len=7"], "output_len is for equal requests"),
+        (["online", SETS, "--requests=7"], "requests is for equal requests"),
+        (["throughput", SETS, "--shape=qwen3-0.6b", "--model=demo-block"], "leave --model out"),
+        (
+            ["latency", "--shape=qwen3-0.6b", "--load-format=safetensors"],
+            "a shape has random weights; leave --load-format out",
+        ),
+        (["serve", "--shape=qwen3-0.6b", "--model=demo-block"], "leave --model out"),
     ],
 )
-def test_flags_of_the_other_kind_of_run_are_refused(argv: list[str], message: str) -> None:
+def test_flags_that_would_not_count_are_refused(argv: list[str], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        run(["throughput", *argv])
+        run(argv)
+
+
+def test_control_a_shape_may_be_said_to_have_random_weights() -> None:
+    refuse_model(EngineConfig(load_format="dummy"))

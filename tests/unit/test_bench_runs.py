@@ -13,9 +13,10 @@ import pytest
 from engine_service.config import EngineConfig
 from engine_service.core.messages import StepOutput
 from engine_service.kernels import mailed_sum, peer_sum, pushed_sum, rounds_sum
-from tidemill.bench import batching, latency, step, throughput
+from tidemill.bench import batching, kernels, latency, step, throughput
 from tidemill.bench.engines import open_engine
 from tidemill.bench.probe import Arrivals, counted, replaced, timed, watch_kv
+from tidemill.bench.roofline import Ceilings
 from tidemill.bench.sets import RequestSet
 from tidemill.commands import bench
 from tidemill.runtime.errors import InvalidRequest, Unsupported
@@ -37,6 +38,8 @@ SHAPE = {
     "hidden_act": "silu",
     "eos_token_id": 2,
 }
+
+CEILINGS = Ceilings(bytes_per_s=1e12, flop_per_s=1e14, source="made up")
 
 
 @pytest.fixture
@@ -203,7 +206,7 @@ def test_wrong_batches_are_refused(wrong: dict[str, Any]) -> None:
         batching.run(batching.BatchingOptions(**wrong), EngineConfig())
 
 
-def test_phases_of_a_step_add_up(shape: str) -> None:
+def test_phases_of_a_step_add_up(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = step.StepOptions(shape=shape, rows=5, context=300, steps=20, profile=True)
     found = step.run(options, simulated(step_ms=3.0))
     phases = found["phases_ms"]
@@ -212,6 +215,7 @@ def test_phases_of_a_step_add_up(shape: str) -> None:
     parts = sum(value for name, value in phases.items() if name != "step")
     assert parts == pytest.approx(phases["step"], rel=0.3)
     assert found["device"] is None
+    assert "no CUDA device, so no kernels to profile" in capsys.readouterr().err
     assert 300 <= found["mean_context"] <= 330
 
 
@@ -222,6 +226,13 @@ def test_steps_that_decide_blocks_need_longer_requests() -> None:
         step.run(options, config)
     longer = step.StepOptions(rows=2, context=16, steps=6, tokens_per_step=16)
     assert step.run(longer, config)["phases_ms"]["step"] > 0
+
+
+def test_rows_that_cannot_decode_together_are_refused(shape: str) -> None:
+    """They were told to have ended, and blocks of diffusion blamed for it."""
+    options = step.StepOptions(shape=shape, rows=3, context=16, steps=2)
+    with pytest.raises(InvalidRequest, match=r"3 rows .* in 2: leave --max-rows out"):
+        step.run(options, simulated(max_rows=2))
 
 
 def test_kernel_names_are_shortened() -> None:
@@ -278,6 +289,18 @@ def test_kernels_need_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(Unsupported, match="needs a CUDA device"):
         bench.run(["kernels"])
+
+
+def test_a_name_that_no_kernel_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended well, without a line."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(kernels, "ceilings_of", lambda device: CEILINGS)
+    for cases in ("kernel_cases", "attention_cases", "mixture_cases"):
+        monkeypatch.setattr(f"tidemill.bench.{cases}.cases", lambda *_: iter(()))
+    monkeypatch.setattr("engine_service.kernels.jit.HAS_TRITON", True)
+    monkeypatch.setattr("engine_service.kernels.jit.INTERPRETED", False)
+    with pytest.raises(InvalidRequest, match="no kernel's name contains 'rmsnorm'"):
+        kernels.run(kernels.KernelsOptions(only="rmsnorm"))
 
 
 @pytest.mark.parametrize("name", bench.BENCHMARKS)

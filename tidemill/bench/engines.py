@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Any
 from engine_service.config import EngineConfig
 from engine_service.model_folder import check_model
 from tidemill.bench.shapes import read_shape, shape_folder
+from tidemill.runtime.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from tidemill.llm import LLM
+
+_DEFAULTS = EngineConfig()
 
 NOT_SERVED = frozenset(
     {
@@ -112,9 +115,12 @@ def open_engine(
     again in every run unless `prefix_caching`.
 
     A shape gets random weights. `longest` and `max_rows` yield to flags of the same meaning.
+    Raises InvalidRequest for a shape beside a model or its weights.
     """
     if shape is None:
         check_model(config.model)
+    else:
+        refuse_model(config)
     with ExitStack() as stack:
         changes: dict[str, Any] = {"prefix_caching": prefix_caching}
         if shape is not None:
@@ -134,6 +140,16 @@ def open_engine(
         yield OpenEngine(llm, chosen, shape, start_s)
 
 
+def refuse_model(config: EngineConfig) -> None:
+    """Raises InvalidRequest for flags that a shape would overrule without a word."""
+    if config.model != _DEFAULTS.model:
+        raise InvalidRequest("a shape stands for a model; leave --model out", param="model")
+    if config.load_format not in (_DEFAULTS.load_format, "dummy"):
+        raise InvalidRequest(
+            "a shape has random weights; leave --load-format out", param="load_format"
+        )
+
+
 def _create(config: EngineConfig) -> LLM:
     from tidemill.llm import LLM
 
@@ -143,9 +159,8 @@ def _create(config: EngineConfig) -> LLM:
 
 def _changed(config: EngineConfig) -> dict[str, Any]:
     """Fields that differ from their defaults."""
-    default = EngineConfig()
     named = [field.name for field in fields(EngineConfig)]
-    return {n: getattr(config, n) for n in named if getattr(config, n) != getattr(default, n)}
+    return {n: getattr(config, n) for n in named if getattr(config, n) != getattr(_DEFAULTS, n)}
 
 
 def _free_the_last_one() -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tidemill.bench.bounds import OneOrMore
 from tidemill.bench.roofline import Ceilings, ceilings_as_figures, ceilings_of
-from tidemill.runtime.errors import Unsupported
+from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 if TYPE_CHECKING:
     from tidemill.bench.kernel_cases import Case
@@ -43,7 +43,8 @@ class KernelsOptions:
 
 
 def run(options: KernelsOptions) -> dict[str, Any]:
-    """One row per kernel and size. Raises Unsupported without a CUDA device or without Triton."""
+    """One row per kernel and size. Raises Unsupported without a CUDA device or without Triton,
+    and InvalidRequest where `only` names no kernel."""
     import torch
 
     if not torch.cuda.is_available():
@@ -68,6 +69,8 @@ def run(options: KernelsOptions) -> dict[str, Any]:
                 rows.append(_measure(case, ceilings))
                 line = f"{case.name} {case.size}: {rows[-1]['us']:.1f} us"
                 print(line, file=sys.stderr, flush=True)
+    if not rows:
+        raise InvalidRequest(f"no kernel's name contains {options.only!r}", param="only")
     return {"dtype": options.dtype, "ceilings": ceilings_as_figures(ceilings), "kernels": rows}
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from engine_service.config import EngineConfig
 from tidemill.bench.bounds import OneOrMore, ZeroOrMore
 from tidemill.bench.engines import open_engine
+from tidemill.bench.others import FOR_EQUALS, refuse_given
 from tidemill.bench.percentiles import percentiles_ms
 from tidemill.bench.probe import Arrivals, watch_arrivals
 from tidemill.bench.sets import RequestSet, fixed, request_sets
@@ -26,6 +27,9 @@ from tidemill.runtime.options import Listed
 
 if TYPE_CHECKING:
     from tidemill.llm import LLM
+
+_OF_EQUALS = ("input_len", "output_len", "concurrency", "rounds")
+"""Flags that sets, which say these themselves, do not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,7 @@ def run(options: LatencyOptions, config: EngineConfig) -> dict[str, Any]:
 
 def _cases(options: LatencyOptions, config: EngineConfig) -> list[_Case]:
     if options.set is not None:
+        refuse_given(options, _OF_EQUALS, FOR_EQUALS)
         sets = request_sets(options.set)
         return [_Case(requests, len(requests.prompts)) for requests in sets]
     cases = []

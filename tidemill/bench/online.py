@@ -19,12 +19,16 @@ from typing import Any
 from engine_service.config import EngineConfig
 from tidemill.bench.bounds import OneOrMore, ZeroOrMore
 from tidemill.bench.engines import open_engine
+from tidemill.bench.others import FOR_EQUALS, refuse_given
 from tidemill.bench.percentiles import percentiles_ms
 from tidemill.bench.services import Services, services_of
 from tidemill.bench.sets import RequestSet, fixed, request_sets
 from tidemill.bench.streams import Observed, Request, stream_all
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.runtime.options import Listed
+
+_OF_EQUALS = ("requests", "input_len", "output_len")
+"""Flags that sets, which say these themselves, do not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +64,9 @@ def run(options: OnlineOptions, config: EngineConfig) -> dict[str, Any]:
     """
     if not 1 <= options.frontends <= options.concurrency:
         raise InvalidRequest("every frontend needs a stream", param="frontends")
-    sets = request_sets(options.set) if options.set else [_equal(options)]
+    if options.set is not None:
+        refuse_given(options, _OF_EQUALS, FOR_EQUALS)
+    sets = [_equal(options)] if options.set is None else request_sets(options.set)
     longest = max(requests.longest for requests in sets)
     config = replace(
         config,

@@ -21,6 +21,7 @@ import psutil
 
 from engine_service.config import EngineConfig
 from engine_service.model_folder import check_model
+from tidemill.bench.engines import refuse_model
 from tidemill.bench.shapes import read_shape, shape_folder
 from tidemill.bench.tokenizer import write_tokenizer
 from tidemill.runtime.options import flag_of, settings_of
@@ -79,6 +80,7 @@ def services_of(
         with running_services(config, num_frontends, num_engines) as services:
             yield services
         return
+    refuse_model(config)
     with shape_folder(shape) as folder:
         write_tokenizer(folder, read_shape(shape)["vocab_size"])
         config = replace(config, model=str(folder), load_format="dummy")

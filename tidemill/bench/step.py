@@ -66,6 +66,7 @@ def run(options: StepOptions, config: EngineConfig) -> dict[str, Any]:
     decoded = (decoded + _prefill_steps(options, config)) * options.tokens_per_step
     longest = options.context + decoded
     with open_engine(config, options.shape, longest=longest, max_rows=options.rows) as engine:
+        _refuse_fewer_rows(engine.llm.facts.max_rows, options.rows)
         requests = RequestSet("rows", *fixed(options.rows, options.context, decoded))
         requests = requests.within(engine.llm.facts.vocab_size)
         _begin(engine.llm, requests, options.temperature)
@@ -87,6 +88,14 @@ def run(options: StepOptions, config: EngineConfig) -> dict[str, Any]:
             "phases_ms": phases,
             "device": kernels,
         }
+
+
+def _refuse_fewer_rows(max_rows: int, rows: int) -> None:
+    if max_rows < rows:
+        raise InvalidRequest(
+            f"{rows} rows cannot decode together in {max_rows}: leave --max-rows out",
+            param="max_rows",
+        )
 
 
 def _prefill_steps(options: StepOptions, config: EngineConfig) -> int:
@@ -149,6 +158,7 @@ def _profile(llm: LLM, steps: int) -> dict[str, Any] | None:
     import torch
 
     if not llm.facts.device.startswith("cuda"):
+        print("no CUDA device, so no kernels to profile", file=sys.stderr)
         return None
     activities = [torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine_service.config import EngineConfig
@@ -17,6 +17,7 @@ from tidemill.bench import beside_transformers
 from tidemill.bench.bounds import OneOrMore, ZeroOrMore
 from tidemill.bench.early import kept_if_ended
 from tidemill.bench.engines import OpenEngine, open_engine
+from tidemill.bench.others import FOR_EQUALS, refuse_given
 from tidemill.bench.probe import KVUse, watch_kv
 from tidemill.bench.roofline import as_figures, bound, ceilings_as_figures, ceilings_of
 from tidemill.bench.sets import RequestSet, request_sets
@@ -79,13 +80,10 @@ def run(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any]:
 
 def _refuse_others(options: ThroughputOptions) -> None:
     is_set = options.set is not None
-    others, why = (_OF_EQUALS, "equal requests") if is_set else (_OF_SETS, "sets")
-    for field in fields(options):
-        if field.name in others and getattr(options, field.name) != field.default:
-            raise InvalidRequest(
-                f"{field.name} is for {why}; {'leave it or --set out' if is_set else 'pass --set'}",
-                param=field.name,
-            )
+    if is_set:
+        refuse_given(options, _OF_EQUALS, FOR_EQUALS)
+    else:
+        refuse_given(options, _OF_SETS, "sets; pass --set")
     if not is_set and options.shape and options.against == "transformers":
         raise InvalidRequest(
             "a shape has no checkpoint that transformers could load; pass --against none",
