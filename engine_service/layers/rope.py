@@ -71,11 +71,10 @@ def read_rope(
     """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
 
     `partial`: the architecture may turn a part of every head (`partial_rotary_factor`). Raises
-    Unsupported for a kind or key that is not implemented and InvalidRequest for a missing one,
-    naming it.
+    Unsupported for a kind or key that is not implemented and InvalidRequest for a missing one or an
+    impossible value, naming it.
     """
-    raw = dict(hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {})
-    raw = _one_for_all_layers(raw)
+    raw = _one_for_all_layers(_parameters(hf_config))
     kind = raw.get("rope_type") or raw.get("type") or "default"
     shares = (raw.get(_PARTIAL), hf_config.get(_PARTIAL))
     share = next((share for share in shares if share is not None), 1.0)
@@ -85,30 +84,52 @@ def read_rope(
             param=_PARTIAL,
         )
     _check_keys(kind, raw)
-    max_len = int(hf_config.get("max_position_embeddings", 0))
-    original = int(
-        hf_config.get("original_max_position_embeddings")
-        or raw.get("original_max_position_embeddings")
-        or max_len
-    )
-    factor = raw.get("factor")
-    if factor is None:
-        factor = max_len / original if kind == "yarn" else 1.0
+    max_len = int(_number(hf_config, "max_position_embeddings", 0))
+    before = "original_max_position_embeddings"
+    original = int(_number(hf_config, before, 0) or _number(raw, before, max_len))
+    factor = _number(raw, "factor", max_len / original if kind == "yarn" else 1.0)
     newer = hf_config.get("rope_parameters") or {}  # rope_scaling may be said over it, without one
-    thetas = (one.get("rope_theta") for one in (raw, hf_config, newer))
+    thetas = [one for one in (raw, hf_config, newer) if one.get("rope_theta") is not None]
     return RopeParameters(
         kind=kind,
         rotary_dim=_rotary_dim(head_dim, share),
-        theta=float(next(filter(None, thetas), 10000.0)),
-        factor=float(factor),
+        theta=_number(thetas[0], "rope_theta", 0.0, above=1) if thetas else 10000.0,
+        factor=factor,
         original_max_len=original,
-        low_freq_factor=float(raw.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(raw.get("high_freq_factor") or 1.0),
-        beta_fast=float(raw.get("beta_fast") or 32),
-        beta_slow=float(raw.get("beta_slow") or 1),
+        low_freq_factor=_number(raw, "low_freq_factor", 1.0),
+        high_freq_factor=_number(raw, "high_freq_factor", 1.0),
+        beta_fast=_number(raw, "beta_fast", 32.0),
+        beta_slow=_number(raw, "beta_slow", 1.0),
         truncate=bool(raw.get("truncate", True)),
         attention_factor=_attention_factor(raw, factor) if kind == "yarn" else 1.0,
     )
+
+
+def _parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of either spelling."""
+    key = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
+    said = hf_config.get(key) or {}
+    if not isinstance(said, Mapping):
+        raise InvalidRequest(
+            f'config.json: {key} must be an object such as {{"rope_type": "yarn", "factor": 4.0}}, '
+            f"found {said!r}",
+            param=key,
+        )
+    return dict(said)
+
+
+def _number(raw: Mapping[str, Any], key: str, default: float, *, above: float = 0) -> float:
+    """A number above `above`: with others angles are NaN, infinite or turn the other way, which
+    nobody would see but in the texts."""
+    value = raw.get(key)
+    if value is None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not above < value < math.inf:
+        raise InvalidRequest(
+            f"config.json: {key} must be a number above {above}, found {value!r}", param=key
+        )
+    return float(value)
 
 
 def scaled_max_len(rope: RopeParameters, max_position_embeddings: int) -> int:
@@ -168,6 +189,10 @@ def _one_for_all_layers(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotary_dim(head_dim: int, share: float) -> int:
+    if not isinstance(share, int | float):
+        raise InvalidRequest(
+            f"config.json: {_PARTIAL} must be a number, found {share!r}", param=_PARTIAL
+        )
     dim = int(head_dim * share)
     if not 0 < dim <= head_dim or dim % 2:
         raise Unsupported(
@@ -179,7 +204,7 @@ def _rotary_dim(head_dim: int, share: float) -> int:
 
 
 def _check_keys(kind: str, raw: Mapping[str, Any]) -> None:
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise Unsupported(
             f"rope_type {kind!r} is not supported; supported: {', '.join(_KEYS)}",
             param="rope_type",
@@ -236,7 +261,7 @@ def _attention_factor(raw: Mapping[str, Any], factor: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if raw.get("attention_factor") is not None:
-        return float(raw["attention_factor"])
+        return _number(raw, "attention_factor", 1.0)
     if raw.get("mscale") and raw.get("mscale_all_dim"):
-        return mscale(raw["mscale"]) / mscale(raw["mscale_all_dim"])
+        return mscale(_number(raw, "mscale", 1.0)) / mscale(_number(raw, "mscale_all_dim", 1.0))
     return mscale(1.0)

@@ -28,6 +28,7 @@ from engine_service.layers.slots import Share, Slot, Slots
 from engine_service.models.base import CausalModel, HFConfig, ModelTraits, register_model
 from engine_service.models.hf_config import (
     full_windows,
+    norm_eps,
     positive,
     read_dtype,
     refuse_unknown,
@@ -69,7 +70,7 @@ def _traits(
         head_dim=hidden_size // num_heads,
         intermediate_size=positive(hf_config, "intermediate_size"),
         vocab_size=positive(hf_config, "vocab_size"),
-        norm_eps=float(hf_config.get("layer_norm_eps", 1e-12)),
+        norm_eps=norm_eps(hf_config, "layer_norm_eps", 1e-12),
         rope=None,
         windows=full_windows(hf_config),
         max_model_len=positive(hf_config, "max_position_embeddings") - first_position,

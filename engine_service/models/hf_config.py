@@ -6,6 +6,7 @@ It does not know any single architecture.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -55,7 +56,7 @@ def decoder_traits(
     sees_behind = ("is_causal",) if overrides.get("mask_block", 1) > 1 else ()
     refuse_unknown(hf_config, (*implements, *sees_behind))
     num_heads = positive(hf_config, "num_attention_heads")
-    num_kv_heads = hf_config.get("num_key_value_heads") or num_heads
+    num_kv_heads = _positive_or(hf_config, "num_key_value_heads", num_heads)
     hidden_size = positive(hf_config, "hidden_size")
     if num_heads % num_kv_heads:
         raise InvalidRequest(
@@ -63,7 +64,8 @@ def decoder_traits(
             f"num_key_value_heads {num_kv_heads}",
             param="num_key_value_heads",
         )
-    head_dim = hf_config.get("head_dim") or hidden_size // num_heads
+    head_dim = _positive_or(hf_config, "head_dim", hidden_size // num_heads)
+    max_len = positive(hf_config, "max_position_embeddings")
     rope = read_rope(hf_config, head_dim, partial="partial_rotary_factor" in implements)
     return ModelTraits(
         architecture=hf_config["architectures"][0],
@@ -74,10 +76,10 @@ def decoder_traits(
         head_dim=head_dim,
         intermediate_size=positive(hf_config, "intermediate_size"),
         vocab_size=positive(hf_config, "vocab_size"),
-        norm_eps=float(hf_config.get("rms_norm_eps", 1e-6)),
+        norm_eps=norm_eps(hf_config, "rms_norm_eps", 1e-6),
         rope=rope,
         windows=windows,
-        max_model_len=scaled_max_len(rope, positive(hf_config, "max_position_embeddings")),
+        max_model_len=scaled_max_len(rope, max_len),
         tie_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
         dtype=read_dtype(hf_config),
         eos_token_ids=token_ids(hf_config.get("eos_token_id")),
@@ -93,6 +95,28 @@ def positive(hf_config: HFConfig, key: str) -> int:
             f"config.json: {key} must be a positive integer, found {value!r}", param=key
         )
     return value
+
+
+def _positive_or(hf_config: HFConfig, key: str, default: int) -> int:
+    """A size that config.json may leave out, or say as null or 0."""
+    return positive(hf_config, key) if hf_config.get(key) else default
+
+
+def norm_eps(hf_config: HFConfig, key: str, default: float) -> float:
+    """What is added to a mean of squares; raises InvalidRequest for what is no number or below 0,
+    of which the root is NaN."""
+    value = hf_config.get(key, default)
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise InvalidRequest(
+            f"config.json: {key} must be a number from 0 on, found {value!r}", param=key
+        )
+    return float(value)
+
+
+def window_of(hf_config: HFConfig) -> int | None:
+    """`sliding_window`; null means full attention. Raises InvalidRequest for what is no size."""
+    key = "sliding_window"
+    return None if hf_config.get(key) is None else positive(hf_config, key)
 
 
 def expert_counts(hf_config: HFConfig) -> tuple[int, int]:
@@ -167,8 +191,8 @@ def full_windows(hf_config: HFConfig) -> tuple[int | None, ...]:
 def qwen_windows(hf_config: HFConfig) -> tuple[int | None, ...]:
     """Qwen's rule: `layer_types`, or all layers from `max_window_layers` on; off by default."""
     num_layers = positive(hf_config, "num_hidden_layers")
-    window = hf_config.get("sliding_window")
-    if not hf_config.get("use_sliding_window", False) or window is None:
+    window = window_of(hf_config) if hf_config.get("use_sliding_window", False) else None
+    if window is None:
         return full_windows(hf_config)
     first = hf_config.get("max_window_layers", 28)
     types = hf_config.get("layer_types") or [

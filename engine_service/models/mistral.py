@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from engine_service.models.base import HFConfig, ModelTraits, register_model
 from engine_service.models.decoder import Decoder
 from engine_service.models.decoder_layer import DecoderOptions
-from engine_service.models.hf_config import decoder_traits, positive
+from engine_service.models.hf_config import decoder_traits, positive, window_of
 
 _DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8}
 """What a config.json without these keys means for this architecture."""
@@ -20,7 +20,7 @@ class Mistral(Decoder):
     @classmethod
     def read_traits(cls, hf_config: HFConfig, added_tokens: Mapping[str, int]) -> ModelTraits:
         full = {**_DEFAULTS, **hf_config}
-        windows = (full["sliding_window"],) * positive(full, "num_hidden_layers")
+        windows = (window_of(full),) * positive(full, "num_hidden_layers")
         return decoder_traits(full, windows=windows)
 
     @classmethod

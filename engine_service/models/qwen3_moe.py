@@ -9,7 +9,7 @@ from engine_service.layers.routing import SoftmaxRouter
 from engine_service.models.base import HFConfig, ModelTraits, register_model
 from engine_service.models.decoder import Decoder
 from engine_service.models.decoder_layer import DecoderOptions
-from engine_service.models.hf_config import decoder_traits, expert_counts, positive
+from engine_service.models.hf_config import decoder_traits, expert_counts, positive, window_of
 
 DEFAULTS = {
     "decoder_sparse_step": 1,
@@ -56,7 +56,7 @@ class Qwen3Moe(Decoder):
 
 def windows(hf_config: HFConfig) -> tuple[int | None, ...]:
     """The window of every layer; None unless use_sliding_window."""
-    window = hf_config["sliding_window"] if hf_config.get("use_sliding_window", False) else None
+    window = window_of(hf_config) if hf_config.get("use_sliding_window", False) else None
     return (window,) * positive(hf_config, "num_hidden_layers")
 
 

@@ -144,6 +144,28 @@ def test_missing_parameters_are_named() -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ({"rope_scaling": "yarn"}, "rope_scaling must be an object"),
+        ({"rope_scaling": {**YARN, "factor": 0}}, "factor must be a number above 0, found 0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -2.0}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "twice"}}, "factor"),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": -4}}, "original_max"),
+        ({"rope_scaling": {**YARN, "attention_factor": "x"}}, "attention_factor"),
+        ({"rope_theta": -5}, "rope_theta must be a number above 1, found -5"),
+        ({"rope_theta": float("inf")}, "rope_theta"),
+        ({"rope_theta": 1.0}, "rope_theta"),
+        ({"partial_rotary_factor": "half"}, "partial_rotary_factor must be a number"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_numbers_that_no_angle_comes_of_are_named(said: dict[str, Any], named: str) -> None:
+    """Some ended in a ValueError of Python's, others in a model that starts and computes NaN."""
+    with pytest.raises(InvalidRequest, match=named):
+        read_rope({"max_position_embeddings": 64, **said}, HEAD_DIM, partial=True)
+
+
+@pytest.mark.parametrize(
     ("rope", "max_len", "scaled"),
     [
         ({"rope_type": "default"}, 4096, 4096),

@@ -266,3 +266,32 @@ def test_a_block_that_chooses_its_experts_together_has_no_shift() -> None:
     with pytest.raises(Unsupported, match=r"expert_capacity 8: .* set it to false"):
         traits("LLaDA2MoeModelLM", expert_capacity=8, **shifted)
     assert traits("LLaDA2MoeModelLM", expert_capacity=16, **shifted).logits_shift == 1
+
+
+@pytest.mark.parametrize("wrong", [0, -3, "wide", 2.5, True], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    ["MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen3MoeForCausalLM"],
+)
+def test_a_window_that_is_no_size_is_named(name: str, wrong: Any) -> None:
+    """The attention library was blamed for the NaN that it computes."""
+    window = {"sliding_window": wrong, "use_sliding_window": True, "max_window_layers": 0}
+    with pytest.raises(InvalidRequest, match="sliding_window must be a positive integer"):
+        traits(name, **window)
+
+
+@pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim"])
+@pytest.mark.parametrize("wrong", [-2, "2"], ids=str)
+def test_sizes_of_heads_that_are_none_are_named(key: str, wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"{key} must be a positive integer"):
+        traits("LlamaForCausalLM", **{key: wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("LlamaForCausalLM", "rms_norm_eps"), ("BertModel", "layer_norm_eps")],
+)
+@pytest.mark.parametrize("wrong", [-1.0, "tiny", None, float("nan")], ids=str)
+def test_what_norms_cannot_add_is_named(name: str, key: str, wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"{key} must be a number from 0 on"):
+        traits(name, **{key: wrong})
