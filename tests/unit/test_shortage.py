@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engine_service import rank
+from engine_service.attention.select import create_backend
 from engine_service.config import EngineConfig
 from engine_service.core.messages import Fatal
 from engine_service.distributed import Group
@@ -145,6 +146,21 @@ def test_graphs_without_memory_are_done_without(
     monkeypatch.setattr(graphs, "StepGraphs", raising(ZeroDivisionError("a bug")))
     with pytest.raises(ZeroDivisionError):
         demo()
+
+
+def test_eager_by_flag_or_by_attention_means_no_sizes_to_capture() -> None:
+    """On a GPU; here no step is captured anyway."""
+    executor = demo().engine.executor
+    assert isinstance(executor, Worker)
+    triton, sdpa = (
+        create_backend(name, executor._runner._program.backend.shape) for name in ("triton", "sdpa")
+    )
+    config = EngineConfig()
+    assert executor._list_buckets(config, triton, False) == []
+    executor.device = torch.device("cuda")
+    assert executor._list_buckets(config, triton, False)  # control
+    assert executor._list_buckets(replace(config, enforce_eager=True), triton, False) == []
+    assert executor._list_buckets(config, sdpa, False) == []
 
 
 def test_of_several_ranks_none_does_without_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
