@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from engine_service.attention import select
+from tidemill.bench import context as of_context
 from tidemill.bench.context import context
 
 
@@ -40,3 +42,12 @@ def test_a_host_without_a_driver_has_none(tmp_path: Path, monkeypatch: pytest.Mo
     install(tmp_path, "echo NVIDIA H200", monkeypatch)
     (tmp_path / "nvidia-smi").unlink()
     assert context("serve")["gpu"] is None
+
+
+def test_every_attention_library_that_can_be_chosen_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A figure with another generation of FlashAttention looked like one without any."""
+    monkeypatch.setattr(of_context.metadata, "version", lambda package: "1.2.3")
+    told = context("throughput")["packages"]
+    assert {library.distribution for library in select._FLASH.values()} <= set(told)

@@ -16,7 +16,16 @@ from typing import Any
 
 import tidemill
 
-_PACKAGES = ("torch", "triton", "transformers", "flash-attn-4", "quack-kernels")
+_PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "flash-attn-4",
+    "flash-attn-3",
+    "flash-attn",
+    "quack-kernels",
+)
+"""Whatever may have computed a figure."""
 
 
 def context(name: str) -> dict[str, Any]:
