@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Offline throughput of whole tables: benchmarks/run_gpu.sh OUT [SHAPE:SET,SET ...]
 #
-# One process and one OUT/SHAPE.json per shape; the table of all comes last, beside OUT/peer/*.json
-# where there are some. PYTHON chooses the interpreter, FLAGS are passed on (FLAGS="--page-size 128").
+# One process and one OUT/SHAPE.json per shape (OUT/SHAPE-2.json where one comes again, the folder's
+# name for a config.json); the table of all comes last, beside OUT/peer/*.json where there are some. PYTHON chooses the interpreter, FLAGS are passed on (FLAGS="--page-size 128").
 set -euo pipefail
 
 if [ $# -lt 1 ]; then
@@ -21,9 +21,14 @@ out=$(cd "$out" && pwd)
 cd "$(dirname "$0")/.."
 
 files=()
+declare -A seen=()
 for table in "$@"; do
   shape=${table%%:*}
-  file=$out/$(basename "$shape" .json).json
+  name=$(basename "${shape%/config.json}" .json)
+  times=$((${seen[$name]:-0} + 1))
+  seen[$name]=$times
+  [ "$times" -eq 1 ] || name=$name-$times
+  file=$out/$name.json
   # shellcheck disable=SC2086  # FLAGS are several words
   "$python" -m tidemill bench throughput --shape "$shape" --set "${table#*:}" --dtype bfloat16 \
     --json "$file" ${FLAGS:-}

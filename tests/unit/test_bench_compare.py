@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +81,19 @@ def test_several_gpus_alone_have_no_efficiency(
     files += [result(tmp_path / "b.json", {"one": 6.0}, shape="qwen3-32b")]
     assert compare.main(files) == 0
     assert "efficiency" not in capsys.readouterr().out
+
+
+def test_every_table_of_a_run_has_a_file_of_its_own(tmp_path: Path) -> None:
+    """A shape that comes again, with other sets, and folders whose files have one name."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nfor word; do :; done; echo "$word"\n')
+    python.chmod(0o755)
+    shapes = ("qwen3-8b", "qwen3-8b", "models/a/config.json", "models/b/config.json", "mine.json")
+    told = subprocess.run(
+        ["bash", "benchmarks/run_gpu.sh", tmp_path, *(f"{shape}:mixed256" for shape in shapes)],
+        env=os.environ | {"PYTHON": str(python)}, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    names = [Path(line).relative_to(tmp_path).name for line in told]
+    files = ["qwen3-8b.json", "qwen3-8b-2.json", "a.json", "b.json", "mine.json"]
+    assert names == [*files, "mine.json"], "the last line is of the table of all"

@@ -50,7 +50,7 @@ def test_control_another_seed_is_another_set() -> None:
 
 
 def test_sets_come_in_the_order_asked_for() -> None:
-    assert [s.name for s in request_sets("b8_128_256,b1_128_256")] == ["b8_128_256", "b1_128_256"]
+    assert [s.name for s in request_sets("b8_128_256, b1_128_256")] == ["b8_128_256", "b1_128_256"]
     with pytest.raises(InvalidRequest, match="unknown set 'mixed'"):
         request_sets("b1_128_256,mixed")
 

@@ -85,7 +85,7 @@ SETS: Mapping[str, Callable[[], Draw]] = MappingProxyType(
 
 def request_sets(names: str) -> list[RequestSet]:
     """The sets of a comma-separated list; raises InvalidRequest for an unknown name."""
-    listed = names.split(",")
+    listed = [name.strip() for name in names.split(",")]
     for name in listed:
         if name not in SETS:
             raise InvalidRequest(f"unknown set {name!r}; known: {', '.join(SETS)}", param="set")
