@@ -11,6 +11,7 @@ from collections.abc import Collection
 from frontend.beam_rules import check_beam
 from frontend.messages import EngineFacts
 from frontend.request import Options, TextRequest
+from tidemill.nesting import is_too_deep
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 MAX_STOPS = 16
@@ -18,6 +19,9 @@ MAX_STOP_CHARS = 1024
 MAX_PROMPTS = 1024
 MAX_SEQUENCES = 1024
 MAX_SALT_CHARS = 1024
+MAX_KNOB_DEPTH = 8
+"""Objects and lists inside of each other. protobuf reads some 45 of them, and an engine that cannot
+read a message gives up the whole session, with all other requests in it."""
 DEFAULT_COMPLETION_TOKENS = 16
 
 
@@ -37,6 +41,7 @@ def check_request(request: TextRequest, facts: EngineFacts, max_n: int) -> None:
             f"cache_salt has {len(options.cache_salt)} characters; it may have {MAX_SALT_CHARS}",
             param="cache_salt",
         )
+    _check_knobs(options)
     if options.beam is not None:
         check_beam(request, options.beam, facts, max_n)
     _check_stops(options)
@@ -169,6 +174,17 @@ def _check_counts(request: TextRequest, max_n: int) -> None:
             "send several",
             param=name,
         )
+
+
+def _check_knobs(options: Options) -> None:
+    """Only what cannot travel: everything else about knobs the engine knows."""
+    for name, value in options.decoding.params.items():
+        if isinstance(value, dict | list) and is_too_deep(value, MAX_KNOB_DEPTH):
+            raise InvalidRequest(
+                f"decoding.params.{name} has more than {MAX_KNOB_DEPTH} objects and lists inside "
+                "of each other; nest it less deeply",
+                param=f"decoding.params.{name}",
+            )
 
 
 def _check_stops(options: Options) -> None:

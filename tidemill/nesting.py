@@ -11,10 +11,10 @@ MAX_DEPTH = 128
 """Objects and lists inside of each other."""
 
 
-def is_too_deep(value: dict[str, Any] | list[Any]) -> bool:
-    """Whether there are more than MAX_DEPTH levels of objects and lists."""
+def is_too_deep(value: dict[str, Any] | list[Any], most: int = MAX_DEPTH) -> bool:
+    """Whether there are more than `most` levels of objects and lists."""
     level = [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(most):
         inner = [one.values() if isinstance(one, dict) else one for one in level]
         level = [one for some in inner for one in some if isinstance(one, dict | list)]
         if not level:

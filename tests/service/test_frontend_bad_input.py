@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +30,7 @@ from tidemill.v1 import text_pb2 as pb
 from tidemill.v1 import text_pb2_grpc as rpc
 
 LONG = "a" * 600
-
+NESTED = {"params": {"k": json.loads("[" * 46 + '{"a": 1}' + "]" * 46)}}  # ended the session
 UNKNOWN_KNOB = {"prompt": "a", "decoding": {"params": {"bogus": 1}}}
 HTTP = {
     "empty prompt": ({"prompt": ""}, 400, "prompt"),
@@ -47,6 +48,7 @@ HTTP = {
     "max_tokens 0 without echo": ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
     "unknown model": ({"prompt": "a", "model": "gpt-9"}, 404, "model"),
     "unknown knob": (UNKNOWN_KNOB, 400, "decoding.params.bogus"),
+    "nested knob": ({"prompt": "a", "decoding": NESTED}, 400, "decoding.params.k"),
     "wrong type": ({"prompt": "a", "temperature": {"a": 1}}, 400, "temperature"),
     "too many stops": ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop"),
     "empty stop": ({"prompt": "a", "stop": [""]}, 400, "stop"),
