@@ -8,13 +8,32 @@ from typing import Any
 
 from tidemill.runtime.errors import InvalidRequest
 
+_MOST_SHOWN = 60
+"""Characters of a wrong value in an error."""
+
 
 def wrong_knob(name: str, value: Any, wording: str) -> InvalidRequest:
     """The error for a knob whose value is not allowed."""
     return InvalidRequest(
-        f"The decoding parameter {name} is {value!r}; it must be {wording}.",
+        f"The decoding parameter {name} is {_shown(value)}; it must be {wording}.",
         param=f"decoding.params.{name}",
     )
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes down no integer of more than 4,300 digits
+        return "an integer of thousands of digits"
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+
+
+def _is_finite(value: float) -> bool:
+    """An integer that no float can hold is not: Python knows them of any size."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def reject_unknown(
@@ -38,7 +57,7 @@ def reject_unknown(
 def read_number(name: str, value: Any, *, low: float, high: float = math.inf) -> float:
     """A finite number in [low, high]."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_real and math.isfinite(value) and low <= value <= high):
+    if not (is_real and _is_finite(value) and low <= value <= high):
         limits = f"of at least {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
         raise wrong_knob(name, value, f"a finite number {limits}")
     return float(value)

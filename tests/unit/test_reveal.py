@@ -76,6 +76,8 @@ BAD = [
     ({"threshold": -0.1}, "threshold", "at least 0"),
     ({"threshold": math.nan}, "threshold", "finite"),
     ({"threshold": True}, "threshold", "True"),
+    ({"threshold": 10**400}, "threshold", r"is 10{59}\.\.\.; it must be a finite number"),
+    ({"steps": 10**5000}, "steps", "thousands of digits; .*whole number"),
     ({"remasking": "factor", "factor": -1}, "factor", "at least 0"),
     ({"remasking": "factor", "factor": "1"}, "factor", "'1'"),
     ({"remasking": "entropy_bound", "entropy_bound": math.inf}, "entropy_bound", "finite"),
