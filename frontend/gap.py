@@ -29,14 +29,23 @@ class Gap(NamedTuple):
 
 
 def check_gap(request: TextRequest, facts: EngineFacts) -> None:
-    """Raises Unsupported for a model without masks, and InvalidRequest for an empty gap."""
+    """Raises Unsupported for a model without masks, and InvalidRequest for an empty gap, or one
+    that is shorter than the answer has to be."""
     if facts.mask_token_id is None:
         raise Unsupported(
             "suffix needs a diffusion model, which can fill the gap in front of it; this engine's "
             f"model knows {', '.join(facts.methods)} only: leave it out",
             param="suffix",
         )
-    if request.options.sampling.max_tokens == 0:
+    max_tokens, least = request.options.sampling.max_tokens, request.options.sampling.min_tokens
+    if max_tokens is not None and least is not None and least > max_tokens > 0:
+        # The engine is told of the suffix too, and would take as much for the answer's length.
+        raise InvalidRequest(
+            f"min_tokens is {least}; it must be a whole number in [0, {max_tokens}], the length of "
+            "the gap.",
+            param="min_tokens",
+        )
+    if max_tokens == 0:
         raise InvalidRequest(
             "max_tokens is 0, and suffix needs a gap to be filled; max_tokens is the length of the "
             "gap: set it to 1 or more",

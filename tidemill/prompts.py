@@ -123,7 +123,8 @@ class PromptReader:
         if not isinstance(suffix, str):
             raise InvalidRequest(f"suffix is {suffix!r}; it must be a text", param="suffix")
         tokenizer, facts = self.need_tokenizer("suffix"), as_heard(self._facts)
-        options = Options(sampling=Sampling(max_tokens=params.max_tokens))
+        lengths = Sampling(max_tokens=params.max_tokens, min_tokens=params.min_tokens)
+        options = Options(sampling=lengths)
         check_gap(TextRequest(prompts=(), options=options, suffix=suffix), facts)
         if params.max_tokens is None:
             raise InvalidRequest(

@@ -110,6 +110,7 @@ BAD: dict[str, tuple[tuple[Any, Any, SamplingParams], str, str]] = {
     "no prefix": (("", "b", greedy(3)), "prompt", "prompt is empty"),
     "no gap": (("a", "b", greedy(0)), "max_tokens", "max_tokens is 0.*length of the gap"),
     "open gap": (("a", "b", SamplingParams(max_tokens=None)), "max_tokens", "max_tokens is None"),
+    "too short": (("a", "b", greedy(3, min_tokens=4)), "min_tokens", r"is 4; .* in \[0, 3\]"),
     "negative": (("a", "b", greedy(-1)), "max_tokens", "max_tokens is -1"),
     "no room": (("abc", "de", greedy(508)), "prompt", "3 in the prompt, 508 in the gap, 2 in the"),
     "too long": (("a", "b" * 5000, greedy(3)), "suffix", "5000 tokens or more; it may have 4096"),

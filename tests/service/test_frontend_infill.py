@@ -104,6 +104,7 @@ BAD = {
     "huge": ({"suffix": "b" * 100_000}, "suffix", "tokens or more; it may have 4096"),
     "too long": ({"suffix": "b" * 5000}, "suffix", "5000 tokens or more; it may have 4096"),
     "no gap": ({"max_tokens": 0, "echo": True}, "max_tokens", "max_tokens is 0.*suffix"),
+    "too short": ({"min_tokens": 9}, "min_tokens", r"min_tokens is 9; .* in \[0, 7\], the length"),
     "not a text": ({"suffix": 5}, "suffix", "valid string"),
     "method": ({"decoding": {"method": "autoregressive"}}, "suffix", "'autoregressive' does not"),
 }
@@ -152,6 +153,7 @@ INFILL: dict[str, tuple[dict[str, Any], str, str]] = {
     "no gap": ({"gap_tokens": 0}, "gap_tokens", "gap_tokens is 0"),
     "huge gap": ({"gap_tokens": 2**32 - 1}, "gap_tokens", "gap_tokens is 4294967295"),
     "no room": ({"gap_tokens": 600}, "prefix", "600 in the gap, 1 in the suffix"),
+    "too short": ({"options": {"sampling": {"min_tokens": 8}}}, "min_tokens", r"in \[0, 7\]"),
     "max_tokens": ({"options": {"sampling": {"max_tokens": 3}}}, "max_tokens", "use gap_tokens"),
     "n": ({"options": {"n": 2}}, "n", "use Generate"),
     "logprobs": ({"options": {"logprobs": {"top": 1}}}, "logprobs.top", "use Generate"),
