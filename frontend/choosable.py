@@ -56,11 +56,17 @@ def bad_word_ids(words: Sequence[str], encoder: Encoder) -> list[tuple[int, ...]
     return list(found)
 
 
-def as_asked(refused: ServiceError, constraint: Constraint | None, suffix: str) -> ServiceError:
+def as_asked(
+    refused: ServiceError, constraint: Constraint | None, suffix: str, *, echoes: bool = False
+) -> ServiceError:
     """The engine's refusal in the words of who asked: of a grammar under the name that it was
-    given, of pinned tokens for a suffix."""
+    given, of pinned tokens for a suffix, of the prompt's scores where `echo` asked for them."""
     if isinstance(refused, Unsupported) and refused.param == "pinned" and suffix:
-        return of_suffix(refused)
+        return of_suffix(refused, constraint)
+    if isinstance(refused, Unsupported) and refused.param == "prompt_logprobs" and echoes:
+        return Unsupported(
+            f"echo with logprobs asks for those of the prompt too: {refused.message}", param="echo"
+        )
     if constraint is None or not (refused.param or "").startswith("constraint"):
         return refused
     written = f"The {constraint.kind.replace('_', ' ')} does not compile"

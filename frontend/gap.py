@@ -12,6 +12,7 @@ from frontend.messages import EngineFacts
 from frontend.request import Options, TextRequest
 from frontend.validation import fit
 from tidemill.runtime.errors import InvalidRequest, Unsupported
+from tidemill.structured import Constraint
 
 MAX_SUFFIX_TOKENS = 4096
 """Most tokens that an engine takes behind a gap."""
@@ -107,6 +108,9 @@ def fit_prompt(
     return fitted, max_tokens, Gap(max_tokens - len(suffix_ids), suffix_ids)
 
 
-def of_suffix(refused: Unsupported) -> Unsupported:
+def of_suffix(refused: Unsupported, constraint: Constraint | None = None) -> Unsupported:
     """The engine's refusal of pinned tokens, for a client who asked for a suffix."""
-    return Unsupported(f"suffix cannot be filled up to: {refused.message}", param="suffix")
+    message = refused.message.replace("pinned or ", "suffix or ")
+    if constraint is not None:
+        message = message.replace(f"constraint.{constraint.kind}", constraint.param)
+    return Unsupported(f"suffix cannot be filled up to: {message}", param="suffix")

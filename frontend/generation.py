@@ -261,8 +261,11 @@ class Generation:
             except TimeoutError:
                 raise self._ingress.too_late() from None
             except (InvalidRequest, Unsupported) as refused:
-                request = self._request
-                raise as_asked(refused, request.options.constraint, request.suffix) from refused
+                asked = self._request.options
+                echoes = asked.echo and asked.prompt_logprobs is None
+                raise as_asked(
+                    refused, asked.constraint, self._request.suffix, echoes=echoes
+                ) from refused
             except ServiceError as failure:
                 if self._call.has_begun or not await self._route.goes_on(failure):
                     raise

@@ -52,5 +52,9 @@ def test_refusals_name_what_the_client_wrote() -> None:
     assert told.message == "What tools and tool_choice ask for does not compile: at 2."
     pinned = Unsupported("no gaps", param="pinned")
     assert as_asked(pinned, None, "suffix").param == "suffix"
-    for other in (pinned, InvalidRequest("x", param="top_p"), InvalidRequest("x")):
+    both = Unsupported("leave out either, pinned or constraint.regex.", param="pinned")
+    assert as_asked(both, asked, "suffix").message.endswith("either, suffix or guided_regex.")
+    scores = Unsupported("no prompt_logprobs", param="prompt_logprobs")
+    assert as_asked(scores, None, "", echoes=True).param == "echo"
+    for other in (pinned, scores, InvalidRequest("x", param="top_p"), InvalidRequest("x")):
         assert as_asked(other, asked, "") is other
