@@ -204,9 +204,16 @@ def to_seed(given: int | None) -> int | None:
 
 
 def to_decoding(given: DecodingBody | None, **shortcuts: Any) -> Decoding:
-    """`decoding`, with the shortcuts that are not None merged in."""
+    """`decoding`, with the shortcuts that are not None merged in. Raises InvalidRequest for one
+    that says something else than `decoding` does."""
     params = dict((given and given.params) or {})
-    params |= {name: value for name, value in shortcuts.items() if value is not None}
+    for name, value in shortcuts.items():
+        if value is not None and params.setdefault(name, value) != value:
+            raise InvalidRequest(
+                f"{name} is {value!r} and decoding.params.{name} is something else: leave out "
+                "either of them",
+                param=name,
+            )
     return Decoding(method=given.method if given else None, params=params)
 
 

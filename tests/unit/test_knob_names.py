@@ -16,7 +16,7 @@ from frontend.api.not_served import OF_DECODING
 from frontend.api.openai_request import parse, to_chat, to_completion
 from frontend.api.openai_schema import Body, ChatBody, CompletionBody
 from frontend.api.responses_schema import ResponsesBody
-from tidemill.runtime.errors import Unsupported
+from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 VALUES = {"remasking": "threshold", "threshold": 0.5, "steps": 4, "cache": "dual", "eos_last": True}
 """Of a knob each; of all others 1."""
@@ -54,6 +54,18 @@ def test_completions_and_chats_read_it(name: str) -> None:
         to_chat(read(ChatBody, CHAT | asked)),
     ):
         assert found.options.decoding.params == asked
+
+
+@pytest.mark.parametrize("name", ["remasking", "threshold", "steps"])
+def test_one_that_stands_in_decoding_too_says_the_same(name: str) -> None:
+    """One of the two was ignored."""
+    asked = {name: VALUES[name]}
+    same = read(CompletionBody, COMPLETION | asked | {"decoding": {"params": asked}})
+    assert to_completion(same).options.decoding.params == asked
+    other = {"decoding": {"params": {name: "other"}}}
+    with pytest.raises(InvalidRequest, match=f"decoding.params.{name} is something") as caught:
+        to_chat(read(ChatBody, CHAT | asked | other))
+    assert caught.value.param == name
 
 
 def test_every_knob_of_a_method_is_named() -> None:
