@@ -44,8 +44,10 @@ class ChunkWriter:
         return self._frames.chunk(choices=[choice], **changing, **self._usage())
 
     def canvas(self, delta: TextDelta) -> bytes:
-        """The tentative state of a diffusion block, in a chunk without choices."""
-        canvas = canvas_of(delta, self._generation.model)
+        """The tentative state of a diffusion block, in a chunk without choices. It stands behind
+        the tokens of its own step, whose chunk comes next."""
+        start = self._generation.choices[delta.index].num_tokens
+        canvas = canvas_of(delta, self._generation.model, start)
         return self._frames.chunk(choices=[], canvas=canvas, **self._usage())
 
     def last(self) -> bytes:

@@ -65,14 +65,16 @@ def value_of(entry: TextLogprob) -> float | None:
     return None if entry.logprob is None else max(entry.logprob, _LOWEST)
 
 
-def canvas_of(delta: TextDelta, model: ServedModel) -> dict[str, Any]:
-    """The tentative state of a diffusion block; undecided positions read as a light shade."""
+def canvas_of(delta: TextDelta, model: ServedModel, start: int) -> dict[str, Any]:
+    """The tentative state of a diffusion block, behind `start` tokens of its choice; undecided
+    positions read as a light shade."""
     canvas = delta.canvas
     assert canvas is not None, "a delta without a canvas"
     return {
         "index": delta.index,
         "block": canvas.block,
         "step": canvas.step,
+        "start": start,
         "token_ids": canvas.token_ids,
         "fixed": canvas.fixed,
         "confidence": [round(sure, 4) for sure in canvas.confidence],

@@ -37,7 +37,8 @@ class StreamOptions(Body):
     continuous_usage_stats: StrictBool | None = None
     """Send the usage up to now with every chunk."""
     include_canvas: StrictBool | None = None
-    """Diffusion: send the tentative state of the block in chunks with a `canvas` and no choices."""
+    """Diffusion: send the tentative state of the block in chunks with a `canvas` and no choices;
+    `start` tokens of the choice `index` stand before it."""
     include_obfuscation: Literal[False] | None = None
     """OpenAI's padding against observers of packet sizes; it is not served."""
 
@@ -148,11 +149,11 @@ class GenerationBody(Body):
     decoding: DecodingBody | None = None
     """Decoding method and its knobs; unknown knobs are refused by the engine."""
     threshold: StrictFloat | None = None
-    """Block diffusion: the same as decoding.params.threshold."""
+    """Diffusion: the same as decoding.params.threshold."""
     steps: StrictInt | None = None
-    """Block diffusion: the same as decoding.params.steps."""
+    """Diffusion: the same as decoding.params.steps."""
     remasking: str | None = None
-    """Block diffusion: the same as decoding.params.remasking."""
+    """Diffusion: the same as decoding.params.remasking."""
 
 
 class CompletionBody(GenerationBody):

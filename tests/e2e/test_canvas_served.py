@@ -50,6 +50,23 @@ async def test_canvas_events_name_the_block_that_is_decided(faces: Faces) -> Non
         assert len(one["token_ids"]) <= 48 - 16 * one["block"] + 15
 
 
+async def test_a_canvas_says_where_it_stands(faces: Faces) -> None:
+    """Whatever is fixed is there in the answer of its choice."""
+    asked = {"n": 2, "temperature": 0.9, "seed": 4, "return_token_ids": True}
+    events = await events_of(faces, **asked, stream_options={"include_canvas": True})
+    told = [event["canvas"] for event in events if "canvas" in event]
+    answers: dict[int, list[int]] = {0: [], 1: []}
+    for event in events:
+        for choice in event["choices"]:
+            answers[choice["index"]] += choice["token_ids"]
+    assert {one["index"] for one in told} == {0, 1}
+    for one in told:
+        places = enumerate(one["token_ids"], one["start"])
+        fixed = [place for place, is_fixed in zip(places, one["fixed"], strict=True) if is_fixed]
+        assert all(answers[one["index"]][i] == token for i, token in fixed)
+    assert max(one["start"] for one in told) > 16
+
+
 async def test_usage_says_what_a_token_costs(faces: Faces) -> None:
     """12 decisions for 48 tokens, and the same in a stream's last chunk."""
     whole = (await faces.http.post("/v1/completions", json=with_knobs())).json()["usage"]
