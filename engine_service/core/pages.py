@@ -6,11 +6,11 @@ lcm(page_size, mask_block) tokens, because the KV of a page depends on the whole
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 from typing import NamedTuple
 
 from engine_service.core.journal import Journal, PagesStored
@@ -109,7 +109,7 @@ class PageManager:
     def open(self, mask_block: int, salt: str = "") -> PageTable:
         """An empty table. Sequences share pages only under equal mask block, salt and weights."""
         scope = f"{mask_block}\0{self._weight_version}\0{salt}"
-        seed = hashlib.blake2b(scope.encode(), digest_size=DIGEST_BYTES).digest()
+        seed = blake2b(scope.encode(), digest_size=DIGEST_BYTES).digest()
         unit = math.lcm(self.page_size, mask_block)
         return PageTable(seed, unit, unit // self.page_size, salt)
 
@@ -118,12 +118,13 @@ class PageManager:
         pages: list[int] = []
         if not self._caching:
             return Match(pages, None)
-        for unit in range(limit // table.unit):
-            digest = self._digest(table, token_ids, unit)
-            keys = [(digest, k) for k in range(table.pages_per_unit)]
-            if not all(key in self._page_of for key in keys):
+        page_of, order = self._page_of, range(table.pages_per_unit)
+        for digest in _digests(table, token_ids, 0, limit // table.unit):
+            found = [page_of.get((digest, k)) for k in order]
+            known = [page for page in found if page is not None]
+            if len(known) < len(found):
                 return Match(pages, digest if digest in self._claims else None)
-            pages += [self._page_of[key] for key in keys]
+            pages += known
         return Match(pages, None)
 
     def is_claimed(self, digest: bytes) -> bool:
@@ -148,8 +149,8 @@ class PageManager:
         """Announces that the units within the first `limit` tokens are about to be computed."""
         if not self._caching:
             return
-        for unit in range(table.num_sealed, limit // table.unit):
-            self._claims.setdefault(self._digest(table, token_ids, unit), table)
+        for digest in _digests(table, token_ids, table.num_sealed, limit // table.unit):
+            self._claims.setdefault(digest, table)
         table.claim_stop = max(table.num_sealed, limit // table.unit)
 
     def reserve(self, table: PageTable, num_tokens: int) -> bool:
@@ -176,8 +177,8 @@ class PageManager:
             table.seal_at = NEVER
         if stop <= table.num_sealed or not self._caching:
             return
-        for unit in range(table.num_sealed, stop):
-            digest = self._digest(table, token_ids, unit)
+        digests = _digests(table, token_ids, table.num_sealed, stop)
+        for unit, digest in enumerate(digests, table.num_sealed):
             if self._claims.get(digest) is table:
                 del self._claims[digest]
             first_page = unit * table.pages_per_unit
@@ -252,16 +253,6 @@ class PageManager:
             claimed = table.digests[table.num_sealed + 1 : table.claim_stop + 1]
             assert digest in claimed, "a claim lies outside its table's range"
 
-    def _digest(self, table: PageTable, token_ids: Sequence[int], unit: int) -> bytes:
-        """Digest of units 0..unit; hashes only what has not been hashed before."""
-        digests = table.digests
-        while len(digests) <= unit + 1:
-            start = (len(digests) - 1) * table.unit
-            packed = struct.pack(f"<{table.unit}I", *token_ids[start : start + table.unit])
-            table.packed.append(packed)
-            digests.append(hashlib.blake2b(digests[-1] + packed, digest_size=DIGEST_BYTES).digest())
-        return digests[unit + 1]
-
     def _index(self, key: tuple[bytes, int], page: int) -> bool:
         """The first page under a key stays; an equal one computed beside it is not shared.
 
@@ -280,6 +271,21 @@ class PageManager:
         del self._page_of[key]
         self.journal.evict(key[0])
         return page
+
+
+def _digests(table: PageTable, token_ids: Sequence[int], start: int, stop: int) -> list[bytes]:
+    """Digests of units 0..u for every u in [start, stop). Hashes only what has not been hashed
+    before, and packs that at once: a prompt has thousands of units, and a step waits for them."""
+    digests, hashed = table.digests, len(table.packed)
+    if stop > hashed:
+        tokens = token_ids[hashed * table.unit : stop * table.unit]
+        # Every machine served has the byte order of the contract, as core/checks.py says.
+        packed, size = array("I", tokens).tobytes(), 4 * table.unit
+        assert not len(packed) % size, f"{len(tokens)} tokens are no units of {table.unit}"
+        for at in range(0, len(packed), size):
+            table.packed.append(unit := packed[at : at + size])
+            digests.append(blake2b(digests[-1] + unit, digest_size=DIGEST_BYTES).digest())
+    return digests[start + 1 : stop + 1]
 
 
 def _stored(table: PageTable, unit: int) -> PagesStored:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from hashlib import blake2b
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from engine_service.core.pages import Match, PageManager, PageTable
+from engine_service.core.pages import DIGEST_BYTES, Match, PageManager, PageTable
 
 
 def fill(pages: PageManager, tokens: list[int], mask_block: int = 1, salt: str = "") -> PageTable:
@@ -234,13 +236,19 @@ def test_sealing_hashes_every_unit_once(monkeypatch: pytest.MonkeyPatch) -> None
     pages = PageManager(64, 4)
     tokens = list(range(64))
     table = pages.open(1)
-    hashed = []
-    real = pages._digest
-    monkeypatch.setattr(pages, "_digest", lambda t, ids, u: hashed.append(u) or real(t, ids, u))
+    hashed: list[int] = []
+
+    def count(content: bytes, *, digest_size: int) -> Any:
+        hashed.append(content[DIGEST_BYTES] // 4)
+        return blake2b(content, digest_size=digest_size)
+
+    monkeypatch.setattr("engine_service.core.pages.blake2b", count)
     for length in range(1, 65):
         assert pages.reserve(table, length)
         pages.seal(table, tokens, length)
     assert hashed == list(range(16))
+    pages.match(table, tokens, 64)
+    assert len(hashed) == 16
     digests = list(table.digests)
     pages.release(table)
     assert table.digests == digests
