@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import zipfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -186,6 +187,15 @@ async def test_the_tokenizer_comes_as_an_archive() -> None:
         with zipfile.ZipFile(io.BytesIO(packed)) as files:
             for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
                 assert files.read(name) == (DEMO / name).read_bytes()
+
+
+async def test_the_archive_has_what_the_operator_says_over_the_configuration() -> None:
+    said = {"tokenizer": str(DEMO), "hf_overrides": {"id2label": {"0": "spam"}}}
+    async with engine(vllm_facade=True, **said) as server, facade(server) as stub:
+        chunks = await rest(stub.GetTokenizer(common_pb2.GetTokenizerRequest()))
+        with zipfile.ZipFile(io.BytesIO(b"".join(chunk.data for chunk in chunks))) as files:
+            config = json.loads(files.read("config.json"))
+    assert config == json.loads((DEMO / "config.json").read_bytes()) | said["hf_overrides"]
 
 
 async def test_health_follows_the_state() -> None:

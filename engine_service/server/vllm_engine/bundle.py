@@ -22,6 +22,6 @@ def pack(files: TokenizerFiles) -> tuple[bytes, str]:
         for name, _ in files.files:
             entry = zipfile.ZipInfo(name, _EPOCH)
             entry.compress_type = zipfile.ZIP_DEFLATED
-            packed.writestr(entry, (files.folder / name).read_bytes())
+            packed.writestr(entry, files.read(name))
     content = archive.getvalue()
     return content, hashlib.sha256(content).hexdigest()
