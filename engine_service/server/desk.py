@@ -22,7 +22,7 @@ from engine_service.core.messages import Fatal, Load, Progress, RankTrace, Ready
 from engine_service.server.core_client import CoreClient, Sink
 from engine_service.server.health import memory_in_use
 from engine_service.server.kv_feed import KvFeed
-from engine_service.server.metrics import Reading
+from engine_service.server.metrics import DRAIN_TIMEOUT, Reading
 from engine_service.server.observer import Observer
 from engine_service.server.outlet import Draining, LoadReport
 from engine_service.server.request_trace import method_of
@@ -237,7 +237,7 @@ class Desk:
         """Ends what still runs, behind its partial output; it may be sent to another engine."""
         self.num_cut_short = self.core.num_live
         text = f"the engine is shutting down and {why}; send the request to another engine"
-        self.core.fail_all(Unavailable(text, reason="DRAIN_TIMEOUT", retry_after_ms=1000))
+        self.core.fail_all(Unavailable(text, reason=DRAIN_TIMEOUT, retry_after_ms=1000))
 
     def close_sessions(self, error: ServiceError | None = None) -> None:
         for session in list(self.sessions.values()):

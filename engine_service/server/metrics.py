@@ -34,6 +34,8 @@ _ERRORS = {
     FinishReason.DEADLINE: "deadline_exceeded",
     FinishReason.DEAD_END: "dead_end",
 }
+DRAIN_TIMEOUT = "DRAIN_TIMEOUT"
+"""Why requests end that still ran when the time to drain was over."""
 
 
 class Reading(NamedTuple):
@@ -99,7 +101,7 @@ class EngineMetrics:
         rpc = self._server.rpc.labels(method_of(submit), status_of(outcome))
         rpc.observe(whole_s, exemplar(context))
         if isinstance(outcome, ServiceError):
-            if isinstance(outcome, EngineDead | InternalError):
+            if isinstance(outcome, EngineDead | InternalError) or outcome.reason == DRAIN_TIMEOUT:
                 self._failure.labels(model, outcome.reason.lower()).inc()
             else:
                 self.rejected(model, outcome)

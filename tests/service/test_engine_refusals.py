@@ -56,6 +56,21 @@ async def test_bad_input_is_counted_and_traced_like_every_other_end() -> None:
     assert counted in page
 
 
+async def test_who_is_cut_short_was_not_refused() -> None:
+    async with (
+        engine(metrics_port=0, drain_timeout_s=0.1) as server,
+        stubs(server) as stub,
+        http_client(f"http://127.0.0.1:{server.metrics_port}") as http,
+    ):
+        call = stub.Generate(pb.GenerateRequest(spec=spec(1, max_tokens=30_000)))
+        await call.read()
+        await server.drain()
+        page = (await http.get("/metrics")).text
+    failed = 'tidemill_request_failure_total{error_type="drain_timeout",model_name="fake"} 1.0'
+    assert failed in page
+    assert "tidemill_admission_rejections_total{" not in page
+
+
 async def test_rpcs_are_timed_by_how_they_ended() -> None:
     async with (
         engine(metrics_port=0) as server,
