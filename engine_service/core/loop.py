@@ -186,7 +186,7 @@ class CoreLoop:
                     gone = Unavailable("the engine is shutting down", reason="DRAINING")
                     self._refuse_prepared(gone)
         for submit, failure, aborts in self._preparing.take(time.monotonic_ns()):
-            self._submit(submit, failure)
+            self._submit(submit, failure, is_aborted=bool(aborts))
             for abort in aborts:
                 self._scheduler.abort(abort)
 
@@ -210,15 +210,17 @@ class CoreLoop:
         for submit, *_ in self._preparing.take(0, all_of_them=True):
             self._outbox.send([Reject(submit.key, why)])
 
-    def _submit(self, submit: Submit, failure: BaseException | None = None) -> None:
+    def _submit(
+        self, submit: Submit, failure: BaseException | None = None, *, is_aborted: bool = False
+    ) -> None:
         """Queues a sequence, or tells its caller why not; the other sequences never notice.
 
-        `failure`: what went wrong before.
+        `failure`: what went wrong before. One that `is_aborted` is queued to be ended at once.
         """
         try:
             if failure is not None:  # what a library panics with is no Exception
                 raise failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
-            if given_up := self._scheduler.submit(submit):
+            if given_up := self._scheduler.submit(submit, is_aborted=is_aborted):
                 self._outbox.send(given_up)
         except ServiceError as error:
             self._outbox.send([Reject(submit.key, error)])

@@ -113,13 +113,13 @@ class Scheduler:
             self.gate.check_preparing(num_preparing)
         return self._masks.compile(submit.constraint)
 
-    def submit(self, submit: Submit) -> list[Reject]:
-        """Queues a sequence; raises the ServiceError that the caller is to get instead.
-
-        Answers who was given up for it: nearly always nobody.
-        """
+    def submit(self, submit: Submit, *, is_aborted: bool = False) -> list[Reject]:
+        """Queues a sequence; raises the ServiceError that the caller is to get instead. Answers who
+        was given up for it: nearly always nobody, and never for one that is aborted at once."""
         assert submit.key not in self._requests, f"key {submit.key} is live already"
-        given_up = self.gate.room_for(submit, self.planner.num_servable, self.load.running)
+        given_up = None
+        if not is_aborted:
+            given_up = self.gate.room_for(submit, self.planner.num_servable, self.load.running)
         admitted = self._admission.admit(submit)
         request = open_request(submit, admitted, self._pages, self._clock())
         if request.constraint is not None:

@@ -96,6 +96,20 @@ def test_an_abort_that_comes_early_counts() -> None:
     assert not desk.engine.scheduler.has_work
 
 
+def test_who_is_aborted_early_takes_nobodys_place() -> None:
+    """The queue is full by the time its grammar is compiled, and it would go ahead of others."""
+    early = submit(1, [1, 2], constraint=spec(4), priority=1)
+    others = [submit(key, [1, 2]) for key in (2, 3)]
+    desk = Desk(early, Abort(1), Ask(9, Pause(PauseMode.KEEP)), *others, max_queued_requests=2)
+    desk.loop.turn()
+    desk.grammars.may_go.set()
+    assert desk.turn_until(1) == {1: FinishReason.ABORTED}
+    desk.wire.batches.append([Ask(10, Resume())])
+    assert desk.turn_until(3) == dict.fromkeys((2, 3), FinishReason.LENGTH) | {
+        1: FinishReason.ABORTED
+    }
+
+
 def test_a_shutdown_answers_what_is_being_prepared() -> None:
     desk = Desk(submit(1, [1, 2], constraint=spec(4)), Shutdown())
     desk.loop.run()
