@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from engine_service.core.journal import KvEvent, KvEvents
+from engine_service.core.journal import CacheCleared, KvEvent, KvEvents
 from tidemill.runtime.errors import ServiceError
 
-RING_BATCHES, RING_EVENTS = 10_000, 100_000
-"""A batch is one engine step: at 100 steps a second a reader may stay away for over a minute."""
+RING_BATCHES, RING_UNITS = 10_000, 400_000
+"""A batch is one engine step: at 100 steps a second a reader may stay away for over a minute. Long
+prompts have hundreds of units a step, each with hash and tokens: about 120 bytes for 16 tokens."""
 SNAPSHOT_EVENTS = 256
 """Events of one message of a snapshot."""
 
@@ -46,7 +47,7 @@ class KvFeed:
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         self._ring: deque[KvBatch] = deque()
-        self._num_events = 0
+        self._num_units = 0
         # Numbers go on from the clock: those of an engine that was started anew are never taken
         # for the numbers of the one before.
         self._next_seq = self.first_seq = time.time_ns() // 1000
@@ -62,9 +63,9 @@ class KvFeed:
         batch = KvBatch(self._next_seq, time.time(), told.events)
         self._next_seq += 1
         self._ring.append(batch)
-        self._num_events += len(batch.events)
-        while len(self._ring) > RING_BATCHES or self._num_events > RING_EVENTS:
-            self._num_events -= len(self._ring.popleft().events)
+        self._num_units += _num_units(batch)
+        while len(self._ring) > RING_BATCHES or self._num_units > RING_UNITS:
+            self._num_units -= _num_units(self._ring.popleft())
         for listener in self.listeners:
             listener(batch)
         self._wake()
@@ -119,6 +120,10 @@ class KvFeed:
     def _wake(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
+
+
+def _num_units(batch: KvBatch) -> int:
+    return sum(1 if isinstance(one, CacheCleared) else len(one.hashes) for one in batch.events)
 
 
 def _pieces(seq: int, events: list[KvEvent]) -> list[KvBatch]:

@@ -235,6 +235,26 @@ async def test_routers_that_know_vllm_rebuild_the_index(tmp_path: Path, seed: in
     context.term()
 
 
+async def test_the_ring_is_bounded_by_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One event may tell of any number of units: a long prompt's are one."""
+    monkeypatch.setattr(kv_feed, "RING_UNITS", 1000, raising=False)
+
+    async def snapshot(seen: Any) -> Any:
+        return seen([])
+
+    feed = KvFeed(snapshot)
+    reader = feed.follow(0)
+    await anext(reader)
+    hashes = tuple(number.to_bytes(2, "big") for number in range(400))
+    for number in range(10):
+        feed.publish(KvEvents(number, [PagesStored(hashes, b"", b"", 4, ""), CacheCleared()]))
+    assert len(feed._ring) == 2
+    assert (await anext(reader)).gap
+    feed.publish(KvEvents(10, [PagesRemoved(hashes[:300])]))
+    assert (len(feed._ring), feed._num_units) == (2, 701)
+    feed.close()
+
+
 async def test_a_slow_reader_gets_a_gap_and_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring holds three batches; whoever is further behind starts from a snapshot."""
     monkeypatch.setattr(kv_feed, "RING_BATCHES", 3)
