@@ -29,7 +29,7 @@ from engine_service.server.request_trace import method_of
 from engine_service.server.state import SERVING, EngineState, StateBoard
 from engine_service.server.tokenizer_files import TokenizerFiles, read_tokenizer
 from engine_service.server.transfer_in import Fetches, check_role
-from tidemill.runtime.errors import EngineDead, ServiceError, Unavailable
+from tidemill.runtime.errors import EngineDead, InternalError, ServiceError, Unavailable
 from tidemill.telemetry.tracer import Tracer
 
 _TICK_S = 0.25  # WatchState pushes derived changes at most four times a second
@@ -273,6 +273,9 @@ class Desk:
         except ServiceError as error:
             self.tokenizer = error
             _LOG.warning("%s", error)
+        except Exception as bug:  # token ids need no tokenizer, and nobody else would tell of it
+            self.tokenizer = InternalError(f"the tokenizer cannot be read: {bug!r}")
+            _LOG.exception("reading the tokenizer failed")
         self.facts, self.fetches.layout = facts, facts.kv_layout
         if self.board.state is EngineState.LOADING:
             self.board.move(EngineState.READY, self._finished_text())

@@ -105,7 +105,7 @@ def _config(root: Path, hf_overrides: Mapping[str, Any]) -> bytes | None:
         return None
     try:
         found = json.loads((root / _CONFIG).read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return json.dumps(overridden(found, hf_overrides)).encode() if isinstance(found, dict) else None
 

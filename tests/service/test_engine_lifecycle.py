@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from engine_service.core.messages import FinishReason
-from engine_service.server import tokenizer_files
+from engine_service.server import desk, tokenizer_files
 from engine_service.server.launch import EngineServer
 from engine_service.server.state import EngineState
 from tests.service.engine_fixtures import (
@@ -310,6 +310,23 @@ async def test_a_tokenizer_that_cannot_be_read_is_told_and_ends_no_start(
             with pytest.raises(grpc.aio.AioRpcError, match=r"tokenizer.*Permission denied") as told:
                 await rest(stub.GetTokenizer(pb.GetTokenizerRequest()))
             assert to_error(told.value).reason == "TOKENIZER_UNREADABLE"
+
+
+async def test_a_bug_in_reading_a_tokenizer_ends_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk, "read_tokenizer", lambda folder, overrides: 1 / 0)
+    async with engine() as server, info(server) as stub:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"tokenizer.*division") as told:
+            await rest(stub.GetTokenizer(pb.GetTokenizerRequest()))
+        assert told.value.code() is grpc.StatusCode.INTERNAL
+
+
+async def test_a_configuration_nested_too_deeply_is_served_as_it_lies(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
+    said = {"id2label": {"0": "spam"}}
+    async with engine(tokenizer=str(tmp_path), hf_overrides=said) as server:
+        found = server.desk.open_tokenizer()
+        assert found.read("config.json") == (tmp_path / "config.json").read_bytes()
 
 
 @pytest.mark.parametrize(("facts", "when"), [(None, "loading"), (object(), "draining")])
