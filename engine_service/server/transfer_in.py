@@ -65,6 +65,8 @@ def check_role(role: str, submit: Submit) -> None:
 class _Fetch:
     """One transfer, and the sequences of its prompt that wait for it."""
 
+    same: tuple[object, ...]
+    """What its sequences have in common."""
     first: Submit
     waiting: dict[int, Submit] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
@@ -86,6 +88,8 @@ class Fetches:
         self._counts = counts
         self._sources = Sources(config)
         self._fetches: dict[tuple[object, ...], _Fetch] = {}
+        """Those that more sequences may join."""
+        self._tasks: set[asyncio.Task[None]] = set()
         self._fetch_of: dict[int, _Fetch] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._host = shared_host() if config.kv_connector != "grpc" else ""
@@ -114,10 +118,9 @@ class Fetches:
         """Ends all fetches, and the connections."""
         for key in list(self._fetch_of):
             self._let_go(key)
-        tasks = [one.task for one in self._fetches.values() if one.task is not None]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._sources.close()
 
     def _hold(self, submit: Submit) -> None:
@@ -132,9 +135,7 @@ class Fetches:
         same = (address, submit.decoding.method, submit.cache_salt, submit.prompt)
         fetch = self._fetches.get(same)
         if fetch is None:
-            fetch = self._fetches[same] = _Fetch(submit)
-            fetch.task = asyncio.create_task(self._run(fetch, address), name=f"KV from {address}")
-            fetch.task.add_done_callback(lambda _: self._end(same))
+            fetch = self._begin(_Fetch(same, submit), address)
         fetch.waiting[submit.key] = submit
         self._fetch_of[submit.key] = fetch
         limit_s = self._config.kv_transfer_timeout_s
@@ -142,6 +143,14 @@ class Fetches:
             limit_s = min(limit_s, (submit.deadline_ns - time.monotonic_ns()) / 1e9)
         late = asyncio.get_running_loop().call_later(limit_s, self._let_go, submit.key)
         self._timers[submit.key] = late
+
+    def _begin(self, fetch: _Fetch, address: str) -> _Fetch:
+        task = asyncio.create_task(self._run(fetch, address), name=f"KV from {address}")
+        task.add_done_callback(lambda task: self._end(fetch, task))
+        self._tasks.add(task)
+        fetch.task = task
+        self._fetches[fetch.same] = fetch
+        return fetch
 
     def _let_go(self, key: int) -> None:
         """The core gets the sequence now. A fetch that nobody waits for any more is ended."""
@@ -152,10 +161,18 @@ class Fetches:
         self._forward(replace(fetch.waiting.pop(key), kv_source=None))
         if not fetch.waiting and fetch.task is not None:
             fetch.task.cancel()
+            self._close(fetch)  # who comes before it has ended would get nothing of it
 
-    def _end(self, same: tuple[object, ...]) -> None:
-        for key in list(self._fetches.pop(same).waiting):
+    def _end(self, fetch: _Fetch, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._close(fetch)
+        for key in list(fetch.waiting):
             self._let_go(key)
+
+    def _close(self, fetch: _Fetch) -> None:
+        """Nobody joins it from here on."""
+        if self._fetches.get(fetch.same) is fetch:
+            del self._fetches[fetch.same]
 
     async def _run(self, fetch: _Fetch, address: str) -> None:
         """Never raises but when it is cancelled."""

@@ -245,3 +245,17 @@ async def test_a_prompt_without_room_is_computed_nowhere_until_there_is_some() -
         assert [one.key for one in made.passed] == [1, 2], "whoever leaves waits for no room"
         await until(lambda: made.asks.num_ended == 2)
         assert len(made.sources[0].hosts) == 1
+
+
+async def test_who_comes_when_the_last_one_has_left_is_fetched_for() -> None:
+    """A fetch that is being ended brings nothing any more."""
+    async with target("grpc") as made:
+        made.asks.importing.clear()
+        made.submit(0)
+        await until(lambda: made.asks.imports)
+        made.fetches.holds(Abort(1))
+        made.submit(0)
+        made.asks.importing.set()
+        await until(lambda: len(made.passed) == 2)
+        assert len(made.asks.imports) == 2
+        await until(lambda: made.asks.num_ended == 2)
