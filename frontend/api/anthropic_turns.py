@@ -15,14 +15,15 @@ Messages = list[dict[str, Any]]
 def to_messages(turns: Sequence[Turn]) -> Messages:
     """Turns of the same role that follow each other are one message; results of tools are messages
     of the role `tool`. Raises InvalidRequest or Unsupported naming the turn."""
-    messages: Messages = []
+    runs: list[Messages] = []
     names: dict[str, str] = {}
     for number, turn in enumerate(turns):
         for message in _Reader(turn, f"messages[{number}].content", names).messages():
-            if messages and _are_one(messages[-1], message):
-                messages[-1] = _joined(messages[-1], message)
+            if runs and _are_one(runs[-1][-1], message):
+                runs[-1].append(message)
             else:
-                messages.append(message)
+                runs.append([message])
+    messages = [_joined(run) for run in runs]
     if not messages:
         raise InvalidRequest("messages have no content that is read here", param="messages")
     if messages[-1].get("tool_calls"):
@@ -116,12 +117,14 @@ def _are_one(before: dict[str, Any], after: dict[str, Any]) -> bool:
     return before["role"] == after["role"] and after["role"] in ("user", "assistant")
 
 
-def _joined(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Two messages as one: texts with a line end between, calls behind each other."""
-    joined = {**before, **after}
+def _joined(run: Messages) -> dict[str, Any]:
+    """Messages as one: texts with a line end between, calls behind each other. All at once: joined
+    one by one, 40,000 of them would be copied 40,000 times."""
+    if len(run) == 1:
+        return run[0]
+    joined = {name: value for one in run for name, value in one.items()}
     for field in ("content", "reasoning_content"):
-        texts = [one[field] for one in (before, after) if one.get(field)]
         if field in joined:
-            joined[field] = "\n".join(texts)
-    calls = [call for one in (before, after) for call in one.get("tool_calls", ())]
+            joined[field] = "\n".join(one[field] for one in run if one.get(field))
+    calls = [call for one in run for call in one.get("tool_calls", ())]
     return {**joined, "tool_calls": calls} if calls else joined

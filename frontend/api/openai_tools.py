@@ -27,13 +27,15 @@ def with_tools(
     None are told of for the choice `none`. Raises InvalidRequest for names that are not unique,
     parameters that are no object, and a choice that is none or names no tool.
     """
-    names = [tool.function.name for tool in tools]
-    for i, (name, tool) in enumerate(zip(names, tools, strict=True)):
-        if name in names[:i]:
+    names = dict[str, None]()  # looked up and not searched: a body may hold tens of thousands
+    for i, tool in enumerate(tools):
+        name = tool.function.name
+        if name in names:
             raise InvalidRequest(
                 f"two tools are called {name!r}; give each a name of its own",
                 param=f"tools[{i}]",
             )
+        names[name] = None
         kind = (tool.function.parameters or {}).get("type", "object")
         if "object" not in (kind if isinstance(kind, list) else [kind]):
             raise InvalidRequest(

@@ -101,15 +101,16 @@ def _allowed(
     named = choice.get("tools")
     listed = named if isinstance(named, list) else []
     names = [one.get("name") if isinstance(one, dict) else None for one in listed]
-    known = [tool.function.name for tool in tools]
-    is_known = all(name in known for name in names)
+    known = {tool.function.name for tool in tools}
+    is_known = all(isinstance(name, str) and name in known for name in names)
     if choice.get("mode") not in _MODES or not names or not is_known:
         raise InvalidRequest(
             f"tool_choice: allowed_tools needs a mode ({' or '.join(_MODES)}) and tools, each the "
             "name of one that is offered",
             param="tool_choice",
         )
-    return [tool for tool in tools if tool.function.name in names], choice["mode"]
+    left = frozenset(names)
+    return [tool for tool in tools if tool.function.name in left], choice["mode"]
 
 
 def _choice(choice: ToolChoice) -> ToolChoice:
