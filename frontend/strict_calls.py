@@ -26,6 +26,9 @@ TRIGGER = "<tool_call>"
 _OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
 """What text that ends at a tag cannot be held to."""
 _UNIONS = ("anyOf", "oneOf")
+_MOST_SHARED_CHARS = 16 << 20
+"""What references lead to stands in the grammar once for every parameter: of 4 MB of JSON that is
+easily a terabyte."""
 
 
 class _Tags(NamedTuple):
@@ -149,6 +152,12 @@ def _arguments(function: Mapping[str, Any], tags: _Tags) -> str:
     required, shared = schema.get("required", []), _shared(schema)
     if not isinstance(required, list):
         raise Unsupported(f"strict: `required` of {function['name']!r} must be a list")
+    if len(properties) * len(json.dumps(shared)) > _MOST_SHARED_CHARS:
+        raise Unsupported(
+            f"strict: the $defs of {function['name']!r} are too large to be repeated for each of "
+            f"{len(properties)} parameters; give fewer, or write them where they are used"
+        )
+    names = frozenset(one for one in required if isinstance(one, str))
     rules, parts = [], []
     for number, (key, given) in enumerate(properties.items()):
         if written is None:
@@ -158,7 +167,7 @@ def _arguments(function: Mapping[str, Any], tags: _Tags) -> str:
         lead = _literal(tags.key.format(key=key), is_loose=tags.is_loose)
         lazy = "[lazy]" if value.startswith("TEXT") else ""
         rules.append(f"p{number}: {lead} v{number}\nv{number}{lazy}: {value}")
-        parts.append(f"p{number}" if key in required else f"p{number}?")
+        parts.append(f"p{number}" if key in names else f"p{number}?")
     start = " ".join([*parts, _literal(tags.end, is_loose=tags.is_loose)])
     return "\n".join([f"start: {start}", *rules])
 

@@ -3,13 +3,18 @@ request is read on the event loop that serves everybody."""
 
 import time
 
+import pytest
+
 from frontend.api.anthropic_schema import Turn
 from frontend.api.anthropic_turns import to_messages
 from frontend.api.openai_schema import FunctionBody, ToolBody
 from frontend.api.openai_tools import with_tools
 from frontend.api.responses_schema import ResponsesBody
 from frontend.api.responses_tools import with_tools_of
+from frontend.parsers.tools.qwen3_coder import Qwen3CoderParser
 from frontend.request import Chat
+from frontend.strict_calls import structures_of
+from tidemill.runtime.errors import Unsupported
 
 CHAT = Chat(messages=[{"role": "user", "content": "Hi"}])
 FEW_S = 2.5
@@ -45,3 +50,24 @@ def test_many_turns_of_one_role_are_joined_in_one_go() -> None:
     assert time.process_time() - began < FEW_S
     assert len(said["tool_calls"]) == len(turns)
     assert asked == {"role": "user", "content": "Go on"}
+
+
+def _strict(**parameters: object) -> list[dict[str, object]]:
+    return [{"name": "f", "strict": True, "parameters": parameters}]
+
+
+def test_many_required_parameters_are_found_in_one_go() -> None:
+    properties = {f"k{i}": {"type": "string"} for i in range(25_000)}
+    asked = _strict(properties=properties, required=list(properties))
+    began = time.process_time()
+    (structure,) = structures_of(Qwen3CoderParser, asked)
+    assert time.process_time() - began < FEW_S
+    assert "p24999?" not in structure["lark"]
+
+
+def test_shared_schemas_are_not_repeated_without_bound() -> None:
+    properties = {f"k{i}": {"type": "integer"} for i in range(500)}
+    shared = {"long": {"enum": ["y" * 100_000]}}
+    with pytest.raises(Unsupported, match="too large to be repeated") as caught:
+        structures_of(Qwen3CoderParser, _strict(properties=properties, **{"$defs": shared}))
+    assert caught.value.param == "tools[0]"
