@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import pytest
@@ -103,3 +104,30 @@ def test_skipped_text_cannot_match_nor_begin_a_match() -> None:
     assert checker.skip("ab a") == "aab a"
     assert checker.feed("b") == ("b", None)
     assert checker.feed("ab") == ("", "ab")
+
+
+@given(ALPHABET, ALPHABET, STOPS)
+def test_what_was_skipped_begins_no_stop_string(
+    skipped: str, text: str, stops: list[str]
+) -> None:
+    checker = StopChecker(tuple(stops))
+    shown = checker.skip(skipped)
+    for character in text:
+        checked = checker.feed(character)
+        shown += checked.text
+        if checked.matched is not None:
+            break
+    else:
+        shown += checker.flush()
+    assert shown == skipped + reference(text, stops, False)[0]
+
+
+@pytest.mark.parametrize("end", ["", "b"])
+def test_long_stop_strings_cost_a_token_little(end: str) -> None:
+    """Streams of all clients wait meanwhile: 16 strings of 1024 characters were 9 ms a token."""
+    stops = tuple("a" * (1024 - len(end) - i) + i * "b" + end for i in range(1, 17))
+    checker = StopChecker(stops)
+    began = time.process_time()
+    for word in (*["word "] * 400, *["aaaa"] * 200):
+        assert checker.feed(word).matched is None
+    assert time.process_time() - began < 0.5
