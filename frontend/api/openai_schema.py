@@ -11,10 +11,45 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    model_validator,
+)
+from pydantic_core import PydanticKnownError
 
 TOOL_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 Int32 = Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)]
+
+
+_MOST_NAMES = 10_000
+"""In an object whose entries are checked: every fault of one is kept until the first is told."""
+
+
+def few(given: Any) -> Any:
+    """The same, unless it is an object of more entries than anybody has a use for."""
+    if isinstance(given, dict) and len(given) > _MOST_NAMES:
+        kept = {"max_length": _MOST_NAMES, "actual_length": len(given)}
+        raise PydanticKnownError("too_long", {"field_type": "Object", **kept})
+    return given
+
+
+def _end_at_first_fault(schema: Any) -> None:
+    """In every list of a schema of pydantic's core."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _end_at_first_fault(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _end_at_first_fault(part)
 
 
 class Body(BaseModel):
@@ -25,6 +60,19 @@ class Body(BaseModel):
     """Parameters of this API alone that are refused, with the values that ask for nothing."""
     other_names: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Parameters that this API does not take, and what to use instead."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        """Lists end at their first fault, the only one that is told: with a million of them, seconds
+        and gigabytes went into all the others."""
+        schema = handler(source)
+        _end_at_first_fault(schema)
+        return schema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, given: Any) -> Any:
+        return few(given)
 
 
 class StreamOptions(Body):
@@ -100,7 +148,7 @@ class GenerationBody(Body):
     presence_penalty: StrictFloat | None = None
     frequency_penalty: StrictFloat | None = None
     repetition_penalty: StrictFloat | None = None
-    logit_bias: dict[int, StrictFloat] | None = None
+    logit_bias: Annotated[dict[int, StrictFloat] | None, BeforeValidator(few)] = None
     """Keys are token ids, written as strings."""
     allowed_token_ids: list[StrictInt] | None = Field(default=None, min_length=1)
     """Only these may be chosen."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt
+from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
 
-from frontend.api.openai_schema import TOOL_NAME, Body, DecodingBody, Int32
+from frontend.api.openai_schema import TOOL_NAME, Body, DecodingBody, Int32, few
 
 LOGPROBS = "message.output_text.logprobs"
 Includes = list[
@@ -136,6 +136,7 @@ class ResponsesBody(Body):
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
             Field(max_length=16),
+            BeforeValidator(few),
         ]
         | None
     ) = None

@@ -3,18 +3,26 @@ request is read on the event loop that serves everybody."""
 
 import time
 
+import orjson
 import pytest
 
 from frontend.api.anthropic_schema import Turn
 from frontend.api.anthropic_turns import to_messages
-from frontend.api.openai_schema import FunctionBody, ToolBody
+from frontend.api.openai_request import parse
+from frontend.api.openai_schema import (
+    ChatBody,
+    CompletionBody,
+    FunctionBody,
+    TokenizeBody,
+    ToolBody,
+)
 from frontend.api.openai_tools import with_tools
 from frontend.api.responses_schema import ResponsesBody
 from frontend.api.responses_tools import with_tools_of
 from frontend.parsers.tools.qwen3_coder import Qwen3CoderParser
 from frontend.request import Chat
 from frontend.strict_calls import structures_of
-from tidemill.runtime.errors import Unsupported
+from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 CHAT = Chat(messages=[{"role": "user", "content": "Hi"}])
 FEW_S = 2.5
@@ -71,3 +79,29 @@ def test_shared_schemas_are_not_repeated_without_bound() -> None:
     with pytest.raises(Unsupported, match="too large to be repeated") as caught:
         structures_of(Qwen3CoderParser, _strict(properties=properties, **{"$defs": shared}))
     assert caught.value.param == "tools[0]"
+
+
+HI = {"messages": [{"role": "user", "content": "Hi"}]}
+FAULTS = {
+    "ids": (CompletionBody, {"prompt": "a", "stop_token_ids": ["x"] * 400_000}, "stop_token_ids[0]"),
+    "tools": (ChatBody, {**HI, "tools": [1] * 400_000}, "tools[0]"),
+    "turns": (TokenizeBody, {"messages": [1] * 400_000}, "messages[0]"),
+    "names": (ChatBody, {**HI, "decoding": dict.fromkeys(map(str, range(200_000)), 1)}, "decoding"),
+    "fields": (ChatBody, {**HI, **dict.fromkeys(map(str, range(200_000)), 1)}, "body"),
+    "biases": (
+        CompletionBody,
+        {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(200_000)), "x")},
+        "logit_bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_of_many_faults_one_is_looked_for(name: str) -> None:
+    kind, content, param = FAULTS[name]
+    body = orjson.dumps(content)
+    began = time.process_time()
+    with pytest.raises(InvalidRequest) as caught:
+        parse(body, kind)
+    assert time.process_time() - began < 0.5
+    assert caught.value.param == param
