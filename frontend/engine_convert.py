@@ -25,6 +25,7 @@ from frontend.messages import (
     TokenLogprobs,
     Usage,
 )
+from frontend.request import Sampling
 from tidemill import __version__
 from tidemill.runtime.errors import FailedPrecondition, ServiceError, from_grpc_code
 from tidemill.v1 import engine_pb2 as pb
@@ -71,26 +72,30 @@ def to_load(report: pb.LoadReport) -> Load:
     )
 
 
-def to_spec(sequence: Sequence) -> pb.GenerateSpec:
+def to_sampling(given: Sampling) -> pb.SamplingParams:
+    """Knobs that most sequences of a request share."""
+    return pb.SamplingParams(
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k,
+        min_p=given.min_p,
+        repetition_penalty=given.repetition_penalty,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        logit_bias=given.logit_bias,
+        seed=given.seed,
+        max_tokens=given.max_tokens,
+        min_tokens=given.min_tokens,
+        allowed_token_ids=given.allowed_token_ids,
+        bad_words=[pb.TokenSequence(token_ids=one) for one in given.bad_words],
+    )
+
+
+def to_spec(sequence: Sequence, sampling: pb.SamplingParams) -> pb.GenerateSpec:
     """The sequence without what belongs to its whole request (ids, timeout, trace)."""
-    given = sequence.sampling
     spec = pb.GenerateSpec(
         prompt_token_ids=sequence.prompt,
-        sampling=pb.SamplingParams(
-            temperature=given.temperature,
-            top_p=given.top_p,
-            top_k=given.top_k,
-            min_p=given.min_p,
-            repetition_penalty=given.repetition_penalty,
-            presence_penalty=given.presence_penalty,
-            frequency_penalty=given.frequency_penalty,
-            logit_bias=given.logit_bias,
-            seed=given.seed,
-            max_tokens=given.max_tokens,
-            min_tokens=given.min_tokens,
-            allowed_token_ids=given.allowed_token_ids,
-            bad_words=[pb.TokenSequence(token_ids=one) for one in given.bad_words],
-        ),
+        sampling=sampling,
         stop=pb.StopSpec(token_ids=sequence.stop_token_ids, ignore_eos=sequence.ignore_eos),
         logprobs=pb.LogprobsSpec(top=sequence.logprobs, prompt_top=sequence.prompt_logprobs),
         cache_salt=sequence.cache_salt,

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from frontend import engine_convert as convert
 from frontend.call import Call
 from frontend.liveness import SIGN_S
 from frontend.message_limit import MessageLimit
 from frontend.messages import Sequence as EngineSequence
-from frontend.outbox import Outbox
+from frontend.outbox import MAX_UNSENT_BYTES, Outbox
 from frontend.rounds import Rounds
-from tidemill.runtime.errors import ServiceError
+from tidemill.runtime.errors import InvalidRequest, ServiceError
 from tidemill.telemetry.context import TraceContext
 from tidemill.v1 import engine_pb2 as pb
 
@@ -66,16 +66,26 @@ class Slots:
         trace: TraceContext | None,
     ) -> Call:
         """Submits one request; its sequences form one group. Raises Overloaded when the engine
-        does not read, and InvalidRequest for a sequence that is too large for a message."""
+        does not read, and InvalidRequest for a sequence that is too large for a message, or for
+        more of them than may wait."""
         self.outbox.check_room()
-        specs = [convert.to_spec(sequence) for sequence in sequences]
-        for spec in specs:
+        specs = list[pb.GenerateSpec]()
+        num_bytes = 0
+        for spec in _specs(sequences):
             spec.request_id = spec.group = request_id
             if timeout_ms is not None:
                 spec.timeout_ms = timeout_ms
             if trace is not None:
                 spec.traceparent, spec.tracestate = trace.traceparent, trace.state
             self._limit.check(spec)
+            num_bytes += spec.ByteSize()
+            if num_bytes > MAX_UNSENT_BYTES:
+                raise InvalidRequest(
+                    f"the {len(sequences)} sequences of this request are more than "
+                    f"{MAX_UNSENT_BYTES} bytes on their way to the engine; send several requests, "
+                    "or fewer listed tokens"
+                )
+            specs.append(spec)
         handles = [next(self._handles) for _ in sequences]
         call = Call(handles, release=self._release, stop=self._stop_matched, rounds=self._rounds)
         for handle, sequence, spec in zip(handles, sequences, specs, strict=True):
@@ -148,3 +158,13 @@ class Slots:
     def _stop_matched(self, handle: int, num_tokens: int, stop: str) -> None:
         matched = pb.StopMatched(handle=handle, completion_tokens=num_tokens, stop_string=stop)
         self.outbox.put(pb.SessionRequest(stop_matched=matched))
+
+
+def _specs(sequences: Sequence[EngineSequence]) -> Iterator[pb.GenerateSpec]:
+    """One by one, so that too much of them is noticed early. What they have in common is converted
+    once: a hundred thousand allowed tokens for each of a thousand prompts were minutes."""
+    before, sampling = None, pb.SamplingParams()
+    for sequence in sequences:
+        if sequence.sampling != before:
+            before, sampling = sequence.sampling, convert.to_sampling(sequence.sampling)
+        yield convert.to_spec(sequence, sampling)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +18,7 @@ from frontend.message_limit import MessageLimit
 from frontend.messages import Sequence
 from frontend.request import Decoding, Sampling
 from frontend.rounds import Rounds
+from tidemill.runtime.errors import InvalidRequest
 from tidemill.v1 import engine_pb2 as pb
 
 PROMPT_TOKENS = 3
@@ -104,3 +108,21 @@ async def test_who_has_nothing_to_say_pings() -> None:
     await asking
     assert frames == asked
     assert (await slots.outgoing()).WhichOneof("frame") == "ping"
+
+
+async def test_what_sequences_list_does_not_multiply_without_bound() -> None:
+    """A list of 4 MB was converted and kept for each of 1,024 prompts."""
+    slots = Slots(Rounds(), MessageLimit(64 << 20))
+    listed = Sampling(allowed_token_ids=(100_000,) * 300_000)
+    sequences = [
+        Sequence(index=i, choice=0, prompt=bytes(4), sampling=replace(listed), decoding=Decoding())
+        for i in range(256)
+    ]
+    began = time.process_time()
+    with pytest.raises(InvalidRequest, match="256 sequences of this request are more than"):
+        slots.open("one", sequences, timeout_ms=None, trace=None)
+    assert time.process_time() - began < 1.5
+    assert len(slots) == 0
+    slots.open("one", sequences[:16], timeout_ms=None, trace=None)
+    frames = [await slots.outgoing() for _ in range(16)]
+    assert {len(one.submit.spec.sampling.allowed_token_ids) for one in frames} == {300_000}
