@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
+import orjson
 from fastapi import APIRouter, Request
 from pydantic import Field, StrictFloat, StrictInt
 from starlette.responses import Response
@@ -74,16 +75,16 @@ class GenerateBatchBody(JobBody):
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One text being made; `answer` is there when it is finished or has failed."""
+    """One text being made; `answer` is there when it is finished or has failed. What was asked for
+    is not kept with it."""
 
-    request: TextRequest
+    num_asked: int
+    """Bytes of what was asked for."""
     answer: dict[str, Any] | None = None
 
     @property
     def num_bytes(self) -> int:
-        (prompt,) = self.request.prompts
-        text = (self.answer or {}).get("text") or ""
-        return len(str(prompt).encode()) + len(text.encode())
+        return self.num_asked if self.answer is None else len(orjson.dumps(self.answer))
 
 
 def job_routes(desk: FrontDesk) -> APIRouter:
@@ -135,9 +136,13 @@ class _Jobs:
     def submit(self, body: JobBody, prompts: list[str], param: str, request: Request) -> Response:
         """The names of the texts, which begin at once."""
         model = self._desk.model_for(body.model or "")
-        jobs = {self.shelf.new_id(): _Job(_to_request(body, text, param)) for text in prompts}
-        for job in jobs.values():
-            check_request(job.request, model.facts, self._desk.config.max_n)
+        asked = [_to_request(body, text, param) for text in prompts]
+        for one in asked:
+            check_request(one, model.facts, self._desk.config.max_n)
+        num_beside = len(orjson.dumps(body.decoding.params)) if body.decoding else 0
+        jobs = {
+            self.shelf.new_id(): _Job(num_beside + len(text.encode())) for text in prompts
+        }
         opened: list[str] = []
         try:
             for name, job in jobs.items():
@@ -147,9 +152,9 @@ class _Jobs:
             for name in opened:
                 self.shelf.remove(name)
             raise
-        for name, job in jobs.items():
+        for (name, job), one in zip(jobs.items(), asked, strict=True):
             ingress = replace(request.state.ingress, request_id=name)
-            generation = self._desk.generation(job.request, ingress)
+            generation = self._desk.generation(one, ingress)
             self._desk.background.start(name, self._run(name, job, generation, request))
         return JsonResponse({"request_ids": list(jobs), "status": "submitted"})
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from frontend.request import TextRequest
 from tests.service.frontends import frontend_for, stack, until
 from tests.waiting import PATIENCE_S, http_client
 from tidemill.runtime.errors import Overloaded
@@ -138,6 +140,37 @@ async def test_too_much_at_once_is_refused_whole(
         await submitted(client, "/v1/generate", prompt="f")
         assert (await client.get(f"/v1/result/{first[0]}")).status_code == 404
         assert (await client.get(f"/v1/result/{third}")).status_code == 200
+
+
+async def test_knobs_count_as_much_as_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frontend.api.jobs.MAX_BYTES", 10_000)
+    async with (
+        stack(tmp_path, engine={"hold": True}) as served,
+        served.http() as client,
+    ):
+        knobs = {"params": {"word": 20_000 * "a"}}
+        answer = await client.post("/v1/generate", json={"prompt": "a", "decoding": knobs})
+        assert answer.status_code == 429, answer.text
+
+
+async def test_what_was_asked_for_is_not_kept_with_its_result(tmp_path: Path) -> None:
+    """Of 4,096 failed ones with 4 MB of knobs each it would be 16 GB, for an hour."""
+    async with stack(tmp_path) as served, served.http() as client:
+        served.engine.refuse = Overloaded("1024 requests are waiting")
+        word = 50 * "knob"
+        knobs = {"params": {"word": word}}
+        (name,) = await submitted(client, "/v1/generate", prompt="a", decoding=knobs)
+        assert (await finished(client, name))["status"] == "failed"
+        del knobs
+        await until(lambda: not _kept(word))
+
+
+def _kept(word: str) -> list[TextRequest]:
+    gc.collect()
+    found = [one for one in gc.get_objects() if type(one) is TextRequest]
+    return [one for one in found if one.options.decoding.params.get("word") == word]
 
 
 ONE: dict[str, tuple[dict[str, Any], int, str]] = {
