@@ -55,6 +55,7 @@ async def stream(desk: FrontDesk, body: ChatBody, ingress: Ingress) -> AsyncGene
             role = {"role": "assistant", "content": ""}
             unsent += writer.chunk(_delta(choice.index, role), **ids)
         async for news in generation.deltas():
+            writer.news()
             unsent += b"".join([_chunks(writer, delta, body) for delta in news])
             if unsent:
                 yield unsent

@@ -31,6 +31,12 @@ class ChunkWriter:
         self.keeps_empty = body.return_token_ids or self._is_continuous
         """Whether a delta without text is worth a chunk of its own."""
         self._begun: set[int] = set()
+        self._now: dict[str, Any] | None = None
+
+    def news(self) -> None:
+        """More has come of the choices; all chunks that tell it have the same usage. It is counted
+        once: with 1,024 choices, each of whose chunks looked at all of them, a step took 0.4 s."""
+        self._now = None
 
     def prompt_of(self, index: int) -> list[int]:
         """The token ids of the prompt of choice `index`; nothing from the second time on."""
@@ -58,5 +64,7 @@ class ChunkWriter:
 
     def _usage(self) -> dict[str, Any]:
         if self._is_continuous:
-            return {"usage": usage_of(self._generation.usage)}
+            if self._now is None:
+                self._now = usage_of(self._generation.usage)
+            return {"usage": self._now}
         return {"usage": None} if self._has_last else {}

@@ -47,6 +47,7 @@ async def stream(
         scores = PromptScores(generation.choices, request)
         writer = ChunkWriter(frames, generation, body, scores)
         async for news in generation.deltas():
+            writer.news()
             if text := b"".join([_chunks(writer, delta, body) for delta in news]):
                 yield text
         if last := writer.last():
