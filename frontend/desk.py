@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from frontend.background import Background
+from frontend.choosable import with_bad_words
 from frontend.config import FrontendConfig
 from frontend.encode_pool import EncodePool
 from frontend.fleet.discovery import discovery_of
@@ -25,7 +26,7 @@ from frontend.message_limit import FROM_ENGINES_BYTES
 from frontend.messages import EngineFacts
 from frontend.metrics import Metrics
 from frontend.pooling import PoolWalk
-from frontend.request import Chat, Ingress, TextRequest
+from frontend.request import Chat, Ingress, Options, TextRequest
 from frontend.roles import as_known
 from frontend.served import ServedModel, load_model
 from frontend.shelf import new_replica
@@ -167,6 +168,13 @@ class FrontDesk:
                 size=len(text),
                 add_special_tokens=add_special_tokens,
             )
+
+    async def with_bad_words(self, model: ServedModel, options: Options) -> Options:
+        """The options with their bad words as tokens. Raises InvalidRequest."""
+        if not options.bad_words:
+            return options
+        size = sum(map(len, options.bad_words))
+        return await self.pool.run(with_bad_words, options, model.tokenizer, size=size)
 
     async def detokenize(
         self, model: ServedModel, token_ids: list[int], *, skip_special_tokens: bool

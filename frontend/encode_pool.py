@@ -34,6 +34,8 @@ class EncodePool:
 
     def __init__(self) -> None:
         self._lanes = [_Lane("encode"), _Lane("encode-long")]
+        self._num_here = 0
+        """Characters encoded in place since the event loop looked at others."""
 
     async def run(
         self, work: Callable[..., Result], *args: Any, size: int | None = None, **kwargs: Any
@@ -43,9 +45,21 @@ class EncodePool:
         What is cancelled before its turn is never begun. Raises Overloaded when too much waits.
         """
         if size is not None and size <= SHORT_CHARS:
+            await self._give_way(size)
             return work(*args, **kwargs)
         lane = self._lanes[(size or 0) > LONG_CHARS]
         return await lane.run(partial(work, *args, **kwargs), size or 0)
+
+    async def _give_way(self, size: int) -> None:
+        """Others have their turn between many short texts: one request may hold a thousand."""
+        if not self._num_here:
+            asyncio.get_running_loop().call_soon(self._looked)
+        self._num_here += size
+        if self._num_here > SHORT_CHARS:
+            await asyncio.sleep(0)
+
+    def _looked(self) -> None:
+        self._num_here = 0
 
     def close(self) -> None:
         """Drops what has not begun; idempotent."""

@@ -16,7 +16,7 @@ from frontend.beam_call import BeamCall, search
 from frontend.call import Call
 from frontend.calling import with_calls
 from frontend.choice import Choice, PromptView, TextDelta
-from frontend.choosable import as_asked, with_bad_words
+from frontend.choosable import as_asked
 from frontend.fleet.route import Route
 from frontend.gap import check_gap, check_suffix_ids, check_suffix_len, fit_prompt
 from frontend.messages import Delta, Finish, FinishReason, Sequence, Timings, Usage
@@ -72,7 +72,7 @@ class Generation:
             check_request(self._request, self.model.facts, self._desk.config.max_n)
             check_tools(self._request, self.model.output, self.model.template.variables)
             self._request = with_calls(self._request, self.model.output)
-            options = with_bad_words(self._request.options, self.model.tokenizer)
+            options = await self._desk.with_bad_words(self.model, self._request.options)
             self._request = replace(self._request, options=options)
             if self._request.suffix:
                 await self._read_suffix(self._request.suffix)

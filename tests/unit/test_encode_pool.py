@@ -94,3 +94,19 @@ async def test_a_cancelled_client_does_not_make_room_for_what_still_runs(pool: E
     assert pool._lanes[1]._num_chars == LONG_CHARS + 1
     gate.set()
     await until(lambda: not pool._lanes[1]._num_chars)
+
+
+async def test_many_short_texts_leave_others_their_turn(pool: EncodePool) -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(others())
+    for _ in range(100):
+        await pool.run(int, size=SHORT_CHARS)
+    task.cancel()
+    assert turns > 40, "two at a time"
