@@ -133,10 +133,18 @@ def expert_counts(hf_config: HFConfig) -> tuple[int, int]:
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """`eos_token_id` comes as nothing, one id, or a list."""
+    """`eos_token_id` comes as nothing, one id, or a list; raises InvalidRequest for what is no id:
+    a sequence would never end there."""
     if value is None:
         return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    found = tuple(value) if isinstance(value, list | tuple) else (value,)
+    for one in found:
+        if not isinstance(one, int) or isinstance(one, bool):
+            raise InvalidRequest(
+                f"eos_token_id must be a token id or a list of them, found {value!r}",
+                param="eos_token_id",
+            )
+    return found
 
 
 def mask_token_id(hf_config: HFConfig, added_tokens: Mapping[str, int]) -> int:

@@ -38,12 +38,15 @@ _DUMMY_EMBEDDING_STD = 0.02
 def read_traits(checkpoint: Checkpoint) -> ModelTraits:
     """Traits of the checkpoint; raises Unsupported for an unknown architecture or trait.
 
-    Stop tokens of generation_config.json are added to those of config.json.
+    Stop tokens of generation_config.json are added to those of config.json. Ids that the vocabulary
+    does not have are left out: nothing ever is one, and whoever suppresses them would write to
+    logits that are not there.
     """
     kind = REGISTRY.find(checkpoint.hf_config)
     traits = kind.read_traits(checkpoint.hf_config, checkpoint.added_tokens)
     more = token_ids(checkpoint.generation_config.get("eos_token_id"))
-    stops = tuple(dict.fromkeys((*traits.eos_token_ids, *more)))
+    named = dict.fromkeys((*traits.eos_token_ids, *more))
+    stops = tuple(one for one in named if 0 <= one < traits.vocab_size)
     turns = eot_token_ids(checkpoint.added_tokens, traits.vocab_size) or traits.eot_token_ids
     return dataclasses.replace(traits, eos_token_ids=stops, eot_token_ids=turns)
 

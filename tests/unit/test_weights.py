@@ -156,6 +156,25 @@ def test_stop_tokens_of_both_files(tmp_path: Path) -> None:
     assert read_traits(checkpoint).eos_token_ids == (3, 5)
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_stop_tokens_that_the_vocabulary_lacks_are_left_out(tmp_path: Path, file: str) -> None:
+    """Where they are suppressed (min_tokens) a step would write behind the logits."""
+    write(tmp_path, {})
+    said = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": [40, 3, -1, 39]}
+    (tmp_path / file).write_text(json.dumps(said))
+    checkpoint = fetch_checkpoint(EngineConfig(model=str(tmp_path)), lambda *_: None)
+    assert read_traits(checkpoint).eos_token_ids == (3, 39)
+
+
+@pytest.mark.parametrize("said", ["3", [3, None], 3.0, True, {"id": 3}])
+def test_a_stop_token_that_is_no_id_is_refused(tmp_path: Path, said: Any) -> None:
+    write(tmp_path, {}, eos_token_id=said)
+    checkpoint = fetch_checkpoint(EngineConfig(model=str(tmp_path)), lambda *_: None)
+    with pytest.raises(InvalidRequest, match="eos_token_id must be a token id") as caught:
+        read_traits(checkpoint)
+    assert caught.value.param == "eos_token_id"
+
+
 def test_the_end_of_a_turn_goes_by_the_tokenizers_names(tmp_path: Path) -> None:
     write(tmp_path, {})
     size = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
