@@ -76,8 +76,7 @@ def read_rope(
     """
     raw = _one_for_all_layers(_parameters(hf_config))
     kind = raw.get("rope_type") or raw.get("type") or "default"
-    shares = (raw.get(_PARTIAL), hf_config.get(_PARTIAL))
-    share = next((share for share in shares if share is not None), 1.0)
+    share = _said(_PARTIAL, raw, hf_config, 1.0)
     if share != 1.0 and not partial:
         raise Unsupported(
             f"rotary parameter {_PARTIAL} = {share!r} is not supported for this architecture",
@@ -88,12 +87,11 @@ def read_rope(
     before = "original_max_position_embeddings"
     original = int(_number(hf_config, before, 0) or _number(raw, before, max_len))
     factor = _number(raw, "factor", max_len / original if kind == "yarn" else 1.0)
-    newer = hf_config.get("rope_parameters") or {}  # rope_scaling may be said over it, without one
-    thetas = [one for one in (raw, hf_config, newer) if one.get("rope_theta") is not None]
+    theta = {"rope_theta": _said("rope_theta", raw, hf_config, None)}
     return RopeParameters(
         kind=kind,
         rotary_dim=_rotary_dim(head_dim, share),
-        theta=_number(thetas[0], "rope_theta", 0.0, above=1) if thetas else 10000.0,
+        theta=_number(theta, "rope_theta", 10000.0, above=1),
         factor=factor,
         original_max_len=original,
         low_freq_factor=_number(raw, "low_freq_factor", 1.0),
@@ -116,6 +114,23 @@ def _parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
             param=key,
         )
     return dict(said)
+
+
+def _said(key: str, raw: Mapping[str, Any], hf_config: Mapping[str, Any], default: Any) -> Any:
+    """What config.json says under a key that transformers 5 moved into rope_parameters, over which
+    rope_scaling may be said without it. Raises InvalidRequest for two values: one of them, maybe an
+    operator's, would be ignored."""
+    newer = hf_config.get("rope_parameters")
+    parts = (raw, newer if isinstance(newer, Mapping) else {})
+    inner = next((part[key] for part in parts if part.get(key) is not None), None)
+    outer = hf_config.get(key)
+    if inner is not None and outer is not None and inner != outer:
+        raise InvalidRequest(
+            f"config.json: {key} {outer!r} and, among the rotary parameters, {inner!r} are two; "
+            f"leave one of them out, for example with --hf-overrides '{{\"{key}\": null}}'",
+            param=key,
+        )
+    return next((one for one in (inner, outer) if one is not None), default)
 
 
 def _number(raw: Mapping[str, Any], key: str, default: float, *, above: float = 0) -> float:

@@ -18,6 +18,7 @@ from engine_service.models.hf_config import (
     full_windows,
     positive,
     refuse_unknown,
+    with_defaults,
 )
 from tidemill.runtime.errors import InvalidRequest
 
@@ -75,7 +76,7 @@ class BailingMoeV2(Decoder):
     @classmethod
     def read_traits(cls, hf_config: HFConfig, added_tokens: Mapping[str, int]) -> ModelTraits:
         refuse_unknown(hf_config, neutral_values=_OF_BLOCKS)
-        return ling_traits({**cls.defaults, **hf_config})
+        return ling_traits(with_defaults(cls.defaults, hf_config))
 
     @classmethod
     def options(cls, hf_config: HFConfig) -> DecoderOptions:

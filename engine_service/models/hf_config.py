@@ -87,6 +87,21 @@ def decoder_traits(
     )
 
 
+def with_defaults(defaults: HFConfig, hf_config: HFConfig) -> dict[str, Any]:
+    """config.json over what an architecture means without its keys. What stands in rope_parameters,
+    where transformers 5 writes rope_theta and partial_rotary_factor, is not missing."""
+    moved = hf_config.get("rope_parameters")
+    parts = (moved, *moved.values()) if isinstance(moved, Mapping) else ()
+    said = {
+        key
+        for part in parts
+        if isinstance(part, Mapping)
+        for key, value in part.items()
+        if value is not None
+    }
+    return {**{key: value for key, value in defaults.items() if key not in said}, **hf_config}
+
+
 def positive(hf_config: HFConfig, key: str) -> int:
     """A size that config.json must give; raises InvalidRequest naming it."""
     value = hf_config.get(key)

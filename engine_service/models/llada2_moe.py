@@ -10,7 +10,13 @@ from typing import Any, ClassVar
 from engine_service.layers.routing import BlockSigmoidRouter, Router
 from engine_service.models.bailing_moe_v2 import BailingMoeV2, expert_shares, ling_traits
 from engine_service.models.base import HFConfig, ModelTraits, register_model
-from engine_service.models.hf_config import expert_counts, logits_shift, mask_token_id, positive
+from engine_service.models.hf_config import (
+    expert_counts,
+    logits_shift,
+    mask_token_id,
+    positive,
+    with_defaults,
+)
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 _DEFAULTS: dict[str, Any] = {
@@ -40,7 +46,7 @@ class LLaDA2Moe(BailingMoeV2):
 
     @classmethod
     def read_traits(cls, hf_config: HFConfig, added_tokens: Mapping[str, int]) -> ModelTraits:
-        full = {**cls.defaults, **hf_config}
+        full = with_defaults(cls.defaults, hf_config)
         full["architectures"] = hf_config.get("architectures") or ["LLaDA2MoeModelLM"]
         shift = logits_shift(full, 0)
         by_block = full.get("expert_capacity") not in (None, full.get("num_experts"))

@@ -9,7 +9,13 @@ from engine_service.layers.routing import SoftmaxRouter
 from engine_service.models.base import HFConfig, ModelTraits, register_model
 from engine_service.models.decoder import Decoder
 from engine_service.models.decoder_layer import DecoderOptions, TensorNames
-from engine_service.models.hf_config import decoder_traits, expert_counts, positive, window_of
+from engine_service.models.hf_config import (
+    decoder_traits,
+    expert_counts,
+    positive,
+    window_of,
+    with_defaults,
+)
 
 _DEFAULTS = {
     "num_experts": 8,
@@ -28,7 +34,7 @@ class Mixtral(Decoder):
 
     @classmethod
     def read_traits(cls, hf_config: HFConfig, added_tokens: Mapping[str, int]) -> ModelTraits:
-        full = {**_DEFAULTS, **hf_config}
+        full = with_defaults(_DEFAULTS, hf_config)
         windows = (window_of(full),) * positive(full, "num_hidden_layers")
         implements = ("num_experts", "num_local_experts")
         return decoder_traits(full, windows=windows, implements=implements)

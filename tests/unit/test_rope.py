@@ -101,6 +101,19 @@ def test_default_frequencies_are_the_formula() -> None:
     assert read_rope({"max_position_embeddings": 128}, HEAD_DIM).theta == 10000.0
 
 
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("key", ["rope_theta", "partial_rotary_factor"])
+def test_a_fact_in_two_places_is_one(place: str, key: str) -> None:
+    """One of two values was ignored, be it the one that an operator said over config.json."""
+    said = {place: {"rope_type": "linear", "factor": 2.0, key: 0.5 if key != "rope_theta" else 5e3}}
+    want = read_rope({**said, "max_position_embeddings": 64}, HEAD_DIM, partial=True)
+    same = {**said, key: said[place][key], "max_position_embeddings": 64}
+    assert read_rope(same, HEAD_DIM, partial=True) == want
+    with pytest.raises(InvalidRequest, match=f"{key} 0.25 .* are two; leave one") as caught:
+        read_rope({**same, key: 0.25}, HEAD_DIM, partial=True)
+    assert caught.value.param == key
+
+
 def test_parameters_nested_by_layer_type_must_agree() -> None:
     one = {"rope_type": "default", "rope_theta": 5000.0}
     both = {"full_attention": one, "sliding_attention": dict(one)}

@@ -295,3 +295,21 @@ def test_sizes_of_heads_that_are_none_are_named(key: str, wrong: Any) -> None:
 def test_what_norms_cannot_add_is_named(name: str, key: str, wrong: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"{key} must be a number from 0 on"):
         traits(name, **{key: wrong})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["BailingMoeV2ForCausalLM", "LLaDA2MoeModelLM", "LlamaForCausalLM", "MixtralForCausalLM"],
+)
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_defaults_are_not_said_over_rope_parameters(name: str, by_layer: bool) -> None:
+    """A scaling under the older key left them without what they say beside it."""
+    turns = not name.startswith(("Llama", "Mixtral"))
+    said = {"rope_type": "default", "rope_theta": 5e3} | (
+        {"partial_rotary_factor": 0.25} if turns else {}
+    )
+    for scaling in ({}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}):
+        own = {"full_attention": said} if by_layer and not scaling else said
+        rope = traits(name, mask_token_id=3, head_dim=64, rope_parameters=own, **scaling).rope
+        assert rope is not None
+        assert (rope.theta, rope.rotary_dim) == (5e3, 16 if turns else 64)
