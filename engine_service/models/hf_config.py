@@ -55,6 +55,7 @@ def decoder_traits(
     """
     sees_behind = ("is_causal",) if overrides.get("mask_block", 1) > 1 else ()
     refuse_unknown(hf_config, (*implements, *sees_behind))
+    _check_layer_types(hf_config, windows)
     num_heads = positive(hf_config, "num_attention_heads")
     num_kv_heads = _positive_or(hf_config, "num_key_value_heads", num_heads)
     hidden_size = positive(hf_config, "hidden_size")
@@ -229,6 +230,23 @@ def qwen_windows(hf_config: HFConfig) -> tuple[int | None, ...]:
             param="layer_types",
         )
     return tuple(window if kind == _LAYER_TYPES[1] else None for kind in types)
+
+
+def _check_layer_types(hf_config: HFConfig, windows: tuple[int | None, ...]) -> None:
+    """Raises Unsupported where `layer_types` says of a layer what its window does not: few
+    architectures read the key, and the others would compute another attention than is told."""
+    types = hf_config.get("layer_types") or ()
+    for layer, (kind, window) in enumerate(zip(types, windows, strict=False)):
+        own = _LAYER_TYPES[window is not None]
+        if kind != own:
+            raise Unsupported(
+                f"config.json: layer_types names {kind!r} for layer {layer}, which is "
+                f"{own!r} by all that this architecture reads (sliding_window, "
+                "use_sliding_window); if that is right, pass "
+                "--hf-overrides '{\"layer_types\": null}'",
+                reason="TRAIT_UNSUPPORTED",
+                param="layer_types",
+            )
 
 
 def refuse_unknown(

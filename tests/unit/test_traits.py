@@ -313,3 +313,18 @@ def test_defaults_are_not_said_over_rope_parameters(name: str, by_layer: bool) -
         rope = traits(name, mask_token_id=3, head_dim=64, rope_parameters=own, **scaling).rope
         assert rope is not None
         assert (rope.theta, rope.rotary_dim) == (5e3, 16 if turns else 64)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in REGISTRY.names() if not name.startswith(("Bert", "Rob", "XLM"))]
+)
+def test_layer_types_are_never_ignored(name: str) -> None:
+    """A layer that should see a window saw everything, or the other way round."""
+    mask, window = mask_of(name), {"sliding_window": 8 if name.startswith("Mi") else None}
+    own = ("full_attention", "sliding_attention")[name.startswith("Mi")]
+    types = [own] * 4
+    assert traits(name, mask_token_id=mask, layer_types=types, **window).num_layers == 4
+    for wrong in ({"full_attention", "sliding_attention"} - {own}).pop(), "chunked_attention":
+        with pytest.raises(Unsupported, match=f"'{wrong}' for layer 3, which is '{own}'") as told:
+            traits(name, mask_token_id=mask, layer_types=[*types[:3], wrong], **window)
+        assert told.value.param == "layer_types"
