@@ -13,6 +13,7 @@ from engine_service.models.base import HFConfig, ModelTraits, register_model
 from engine_service.models.decoder import Decoder
 from engine_service.models.decoder_layer import DecoderOptions, TensorNames
 from engine_service.models.hf_config import (
+    count,
     decoder_traits,
     expert_counts,
     full_windows,
@@ -82,12 +83,12 @@ class BailingMoeV2(Decoder):
     def options(cls, hf_config: HFConfig) -> DecoderOptions:
         full = {**cls.defaults, **hf_config}
         inner = positive(full, "moe_intermediate_size")
-        shared = inner * (full["num_shared_experts"] or 0)
+        shared = inner * _count_shared(full)
         # The number and the width of the shared experts are one fact in two keys.
         given = {"moe_shared_expert_intermediate_size": (None, shared)}
         refuse_unknown(full, neutral_values=given)
         mixture = Mixture(router=cls.router(full), inner_size=inner, shared_size=shared)
-        sparse = range(full["first_k_dense_replace"], positive(full, "num_hidden_layers"))
+        sparse = range(count(full, "first_k_dense_replace"), positive(full, "num_hidden_layers"))
         return DecoderOptions(
             qkv_bias=bool(full.get("use_qkv_bias", False)),
             output_bias=bool(full.get("use_bias", False)),
@@ -138,6 +139,12 @@ def ling_traits(hf_config: HFConfig, **overrides: Any) -> ModelTraits:
     # How much of a head turns is one fact in two keys, and servers differ in which one they read.
     refuse_unknown(full, neutral_values={"rotary_dim": (None, traits.rope.rotary_dim)})
     return traits
+
+
+def _count_shared(hf_config: HFConfig) -> int:
+    """Experts that all tokens take; null means none."""
+    key = "num_shared_experts"
+    return 0 if hf_config[key] is None else count(hf_config, key)
 
 
 def expert_shares(hf_config: HFConfig) -> dict[str, Any]:

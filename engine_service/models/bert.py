@@ -52,6 +52,7 @@ _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
 }
 _SEGMENTS = 2
 """The most that BERT's tokenizers tell apart; checkpoints may have vectors for more."""
+_DEFAULTS = {"type_vocab_size": _SEGMENTS}
 
 
 def _traits(
@@ -82,7 +83,7 @@ def _traits(
         default_method="",
         methods=(),
         pooling="mean",
-        num_segments=min(max_segments, int(hf_config.get("type_vocab_size", _SEGMENTS))),
+        num_segments=min(max_segments, positive({**_DEFAULTS, **hf_config}, "type_vocab_size")),
         **own,
     )
 
@@ -179,7 +180,7 @@ class Bert(CausalModel):
     ) -> None:
         super().__init__()
         where: dict[str, Any] = {"device": device, "dtype": dtype}
-        size, segments = traits.hidden_size, int(hf_config.get("type_vocab_size", _SEGMENTS))
+        size, segments = traits.hidden_size, positive({**_DEFAULTS, **hf_config}, "type_vocab_size")
         self.traits = traits
         self.words = Embedding(traits.num_segments * traits.vocab_size, size, **where)
         self._first = self.first_position(hf_config)

@@ -113,6 +113,16 @@ def positive(hf_config: HFConfig, key: str) -> int:
     return value
 
 
+def count(hf_config: HFConfig, key: str) -> int:
+    """How many of something there may be none of; raises InvalidRequest naming it."""
+    value = hf_config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise InvalidRequest(
+            f"config.json: {key} must be a whole number from 0 on, found {value!r}", param=key
+        )
+    return value
+
+
 def _positive_or(hf_config: HFConfig, key: str, default: int) -> int:
     """A size that config.json may leave out, or say as null or 0."""
     return positive(hf_config, key) if hf_config.get(key) else default
@@ -218,10 +228,10 @@ def qwen_windows(hf_config: HFConfig) -> tuple[int | None, ...]:
     window = window_of(hf_config) if hf_config.get("use_sliding_window", False) else None
     if window is None:
         return full_windows(hf_config)
-    first = hf_config.get("max_window_layers", 28)
-    types = hf_config.get("layer_types") or [
-        _LAYER_TYPES[layer >= first] for layer in range(num_layers)
-    ]
+    types = hf_config.get("layer_types")
+    if not types:
+        first = count({"max_window_layers": 28, **hf_config}, "max_window_layers")
+        types = [_LAYER_TYPES[layer >= first] for layer in range(num_layers)]
     unknown = sorted(set(types) - set(_LAYER_TYPES))
     if unknown or len(types) != num_layers:
         raise Unsupported(

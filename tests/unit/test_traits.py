@@ -328,3 +328,25 @@ def test_layer_types_are_never_ignored(name: str) -> None:
         with pytest.raises(Unsupported, match=f"'{wrong}' for layer 3, which is '{own}'") as told:
             traits(name, mask_token_id=mask, layer_types=[*types[:3], wrong], **window)
         assert told.value.param == "layer_types"
+
+
+@pytest.mark.parametrize("wrong", [-1, "1", 1.5, True], ids=str)
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("BailingMoeV2ForCausalLM", "first_k_dense_replace"),
+        ("BailingMoeV2ForCausalLM", "num_shared_experts"),
+        ("BertModel", "type_vocab_size"),
+        ("LLaDA2MoeModelLM", "first_k_dense_replace"),
+        ("Qwen2ForCausalLM", "max_window_layers"),
+    ],
+)
+def test_counts_that_are_none_are_named(name: str, key: str, wrong: Any) -> None:
+    """Some ended in a TypeError of Python's, others in layers that nobody meant."""
+    config = {**BASE, "architectures": [name], "use_sliding_window": name.startswith("Qwen")}
+    config |= {"mask_token_id": mask_of(name), "sliding_window": 8, "moe_intermediate_size": 32}
+    config[key] = wrong
+    kind = REGISTRY.find(config)
+    with pytest.raises(InvalidRequest, match=f"{key} must be a") as caught:
+        kind.shared_axes(kind.read_traits(config, {}), config)
+    assert caught.value.param == key
