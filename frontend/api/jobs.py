@@ -140,9 +140,7 @@ class _Jobs:
         for one in asked:
             check_request(one, model.facts, self._desk.config.max_n)
         num_beside = len(orjson.dumps(body.decoding.params)) if body.decoding else 0
-        jobs = {
-            self.shelf.new_id(): _Job(num_beside + len(text.encode())) for text in prompts
-        }
+        jobs = {self.shelf.new_id(): _Job(num_beside + len(text.encode())) for text in prompts}
         opened: list[str] = []
         try:
             for name, job in jobs.items():

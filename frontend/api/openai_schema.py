@@ -63,8 +63,8 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
-        """Lists end at their first fault, the only one that is told: with a million of them, seconds
-        and gigabytes went into all the others."""
+        """Lists end at their first fault, the only one that is told: of a million, seconds and
+        gigabytes went into all the others."""
         schema = handler(source)
         _end_at_first_fault(schema)
         return schema

@@ -32,7 +32,7 @@ async def test_chunks_of_one_step_count_the_usage_once(
         answer = await client.post("/v1/completions", json=body)
     chunks = answer.text.split("\n\n")
     assert '"completion_tokens":256' in chunks[-3]
-    assert 64 <= len(chunks)
+    assert len(chunks) >= 64
     assert counted < len(chunks) / 2
 
 

@@ -83,7 +83,11 @@ def test_shared_schemas_are_not_repeated_without_bound() -> None:
 
 HI = {"messages": [{"role": "user", "content": "Hi"}]}
 FAULTS = {
-    "ids": (CompletionBody, {"prompt": "a", "stop_token_ids": ["x"] * 400_000}, "stop_token_ids[0]"),
+    "ids": (
+        CompletionBody,
+        {"prompt": "a", "stop_token_ids": ["x"] * 400_000},
+        "stop_token_ids[0]",
+    ),
     "tools": (ChatBody, {**HI, "tools": [1] * 400_000}, "tools[0]"),
     "turns": (TokenizeBody, {"messages": [1] * 400_000}, "messages[0]"),
     "names": (ChatBody, {**HI, "decoding": dict.fromkeys(map(str, range(200_000)), 1)}, "decoding"),

@@ -107,9 +107,7 @@ def test_skipped_text_cannot_match_nor_begin_a_match() -> None:
 
 
 @given(ALPHABET, ALPHABET, STOPS)
-def test_what_was_skipped_begins_no_stop_string(
-    skipped: str, text: str, stops: list[str]
-) -> None:
+def test_what_was_skipped_begins_no_stop_string(skipped: str, text: str, stops: list[str]) -> None:
     checker = StopChecker(tuple(stops))
     shown = checker.skip(skipped)
     for character in text:
