@@ -113,7 +113,9 @@ def simulate(config: EngineConfig, report: Report) -> Parts:
         limits,
         vocab_size=traits.vocab_size,
         step_s=config.simulated_step_ms / 1000,
-        never=frozenset(one for one in (*traits.eos_token_ids, traits.mask_token_id) if one),
+        never=frozenset(
+            one for one in (*traits.eos_token_ids, traits.mask_token_id) if one is not None
+        ),
     )
     found = {
         "model_id": checkpoint.model_id,
