@@ -59,7 +59,7 @@ async def test_who_found_its_model_served_fetches_when_it_is_not_any_more() -> N
     adoption = Adoption(desk)
     first, second = engine("a", "new"), engine("b", "old")
     comes = asyncio.create_task(adoption.adopt(*first, dict))
-    await until(lambda: first[0].fetched)
+    await until(adoption._turn.locked)  # it has fetched, and is the one that comes in
     waits = asyncio.create_task(adoption.adopt(*second, dict))
     await asyncio.sleep(0)
     desk.may_serve.set()
