@@ -122,6 +122,7 @@ def test_a_program_leaves_a_rank_that_hears_no_more(size: str) -> None:
     assert left == ["interrupted", "False"]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_what_another_stage_decided_is_written_without_waiting() -> None:
     """Else rank 0 would wait for all steps in flight to learn of the oldest."""
     device = torch.device("cuda", 0)
