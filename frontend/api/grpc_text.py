@@ -24,12 +24,23 @@ from frontend.generation import Generation
 from frontend.prompt_scores import PromptScores
 from frontend.request import Ingress, TextRequest
 from frontend.validation import check_streamed
+from tidemill.runtime.errors import InvalidRequest
 from tidemill.runtime.rpc import is_late
 from tidemill.v1 import text_pb2 as pb
 
 _MAX_SESSION_CHARS = 256
 _FOREVER_S = 1e8
 """time_remaining() of a call without a deadline is larger than this, or None."""
+
+
+def _check_whole(wanted: TextRequest, method: str) -> None:
+    """Raises InvalidRequest for what one message has no place for."""
+    if wanted.options.emit_canvas:
+        raise InvalidRequest(
+            f"emit_canvas is true, and {method} answers with one message, behind the last canvas; "
+            f"leave it out, or use {method}Stream",
+            param="emit_canvas",
+        )
 
 
 class TextServicer(PoolMethods):
@@ -60,6 +71,7 @@ class TextServicer(PoolMethods):
     async def _answer(self, form: Form, method: str, request: Any, context: Any) -> Any:
         with self._ingress(method, context) as (ingress, metadata):
             wanted = form.to_request(request, metadata)
+            _check_whole(wanted, method)
             async with self._desk.generation(wanted, ingress) as generation:
                 results = await generation.collect()
         return form.whole(

@@ -13,7 +13,7 @@ from tests.service.frontends import Stack, stack
 from tests.waiting import until
 from tidemill.client import AsyncClient, Client
 from tidemill.exchange import CallOptions
-from tidemill.runtime.errors import NotFound, Unsupported
+from tidemill.runtime.errors import InvalidRequest, NotFound, Unsupported
 from tidemill.sampling_params import SamplingParams
 from tidemill.v1 import text_pb2 as pb
 from tidemill.v1 import text_pb2_grpc as rpc
@@ -235,6 +235,17 @@ async def test_canvas_events(tmp_path: Path) -> None:
     assert (shown.block, shown.step, list(shown.fixed)) == (2, 3, [True, False])
     assert list(shown.confidence) == [0.75, 0.5]
     assert shown.text[1] == "\u2591"
+
+
+async def test_one_message_has_no_place_for_canvas_events(served: Stack) -> None:
+    options = CallOptions(emit_canvas=True)
+    async with AsyncClient(served.grpc_address) as client:
+        with pytest.raises(InvalidRequest, match="use GenerateStream") as caught:
+            await client.generate("ab", SamplingParams(max_tokens=4), options)
+        assert caught.value.param == "emit_canvas"
+        with pytest.raises(InvalidRequest, match="use ChatStream"):
+            await client.chat(HI, SamplingParams(max_tokens=4), options)
+    assert not served.engine.submits
 
 
 async def test_structs_are_nested_as_deeply_as_protobuf_reads(served: Stack) -> None:
