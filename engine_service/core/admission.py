@@ -25,7 +25,7 @@ from engine_service.core.params import (
     ResolvedSampling,
     SamplingParams,
 )
-from engine_service.core.pinning import Pinned, output_through, read_pinned
+from engine_service.core.pinning import Pinned, num_at_end, output_through, read_pinned
 from engine_service.core.strategy import DecodeStrategy, ModelFacts
 from engine_service.core.support import PENALTIES, check_supported, with_defaults
 from tidemill.runtime.errors import InvalidRequest, Unsupported
@@ -95,11 +95,15 @@ class Admission:
             params = strategy.constrained(params, submit.decoding.params)
         asked = with_defaults(submit.sampling, self._defaults, strategy)
         self._check_values(asked)
-        max_tokens = self._check_length(len(token_ids), asked, strategy, params)
         prompt_len, vocab_size = len(token_ids), self._model.vocab_size
+        max_tokens = self._length(prompt_len, asked, strategy)
         pinned = read_pinned(
             submit.pinned, prompt_len=prompt_len, max_tokens=max_tokens, vocab_size=vocab_size
         )
+        if num_given := num_at_end(pinned, prompt_len + max_tokens):
+            params = params.ahead_of(num_given)
+        self._check_needs(prompt_len, prompt_len + max_tokens, strategy, params)
+        check_whole("min_tokens", asked.min_tokens, low=0, high=max_tokens)
         # No stop token before the last pinned one: a request cannot end inside of what it is given.
         least = max(asked.min_tokens or 0, output_through(pinned, prompt_len))
         longer = asked if least == (asked.min_tokens or 0) else replace(asked, min_tokens=least)
@@ -176,10 +180,8 @@ class Admission:
                 )
             check_token_ids("stop_token_sequences", sequence, vocab_size)
 
-    def _check_length(
-        self, prompt_len: int, asked: SamplingParams, strategy: DecodeStrategy, params: Any
-    ) -> int:
-        """The output length to allow; raises when prompt and output can never fit."""
+    def _length(self, prompt_len: int, asked: SamplingParams, strategy: DecodeStrategy) -> int:
+        """The output length to allow; raises when the context is too short for it."""
         limit, capacity = self._model.max_model_len, self._capacity
         if prompt_len + (asked.max_tokens or 1) > limit:
             raise _context_exceeded(prompt_len, asked.max_tokens, limit)
@@ -189,7 +191,13 @@ class Admission:
         if asked.max_tokens is None:
             for most in (self._defaults.max_tokens, strategy.default_max_tokens):
                 max_tokens = min(max_tokens, most or max_tokens)
-        total = prompt_len + max_tokens
+        return max_tokens
+
+    def _check_needs(
+        self, prompt_len: int, total: int, strategy: DecodeStrategy, params: Any
+    ) -> None:
+        """Raises when `total` tokens can never be computed here."""
+        capacity, slots = self._capacity, self._capacity.num_pages * self._capacity.page_size
         needs = strategy.needs(prompt_len, total, params)
         if needs.tokens > capacity.token_budget:
             raise _too_small("--token-budget", capacity.token_budget, needs.tokens)
@@ -211,8 +219,6 @@ class Admission:
                 reason="POOL_TOO_SMALL",
                 param="max_tokens",
             )
-        check_whole("min_tokens", asked.min_tokens, low=0, high=max_tokens)
-        return max_tokens
 
     def _resolve(self, asked: SamplingParams, max_tokens: int, choice: int) -> ResolvedSampling:
         stop_ids = frozenset(asked.stop_token_ids)

@@ -95,6 +95,10 @@ class MethodParams:
         """Whether ids that end an answer do not count in how sure a choice is."""
         return False
 
+    def ahead_of(self, num_given: int) -> MethodParams:
+        """The same knobs for an output whose last `num_given` tokens came with the request."""
+        return self
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodingChoice:

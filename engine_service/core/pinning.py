@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from engine_service.core.checks import check_token_ids
 from engine_service.core.step import EMPTY_CANVAS, Canvas, Update
@@ -58,6 +58,12 @@ def read_pinned(
 def output_through(pinned: Pinned, prompt_len: int) -> int:
     """Output tokens up to the last pinned one: with fewer the request is not complete."""
     return pinned[-1][0] + 1 - prompt_len if pinned else 0
+
+
+def num_at_end(pinned: Pinned, stop: int) -> int:
+    """How many stand side by side up to `stop`, where the output ends at the latest."""
+    places = zip(reversed(pinned), range(stop - 1, -1, -1), strict=False)
+    return sum(1 for _ in takewhile(lambda both: both[0][0] == both[1], places))
 
 
 def pinned_from(pinned: Pinned, position: int) -> Pinned:

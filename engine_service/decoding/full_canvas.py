@@ -115,18 +115,18 @@ class FullCanvas(DecodeStrategy):
         """A whole canvas in one step; raises InvalidRequest where steps or block_length do not go
         with the answer's length."""
         answer = max_len - prompt_len
-        block = params.block_of(answer)
+        block, gap = params.block_of(answer), params.gap_of(answer)
         if block > answer:
-            raise wrong_knob(
-                "block_length", block, f"at most the length of the answer, max_tokens {answer}"
-            )
-        blocks = -(-answer // block)
+            length = f"max_tokens {answer}" if gap == answer else f"{answer} with what is pinned"
+            raise wrong_knob("block_length", block, f"at most the length of the answer, {length}")
+        length = f"max_tokens {gap}" if gap == answer else f"a gap of {gap}"
+        blocks = params.blocks_of(answer)
         if params.steps % blocks or params.steps > blocks * block:
             raise wrong_knob(
                 "steps",
                 params.steps,
-                f"a multiple of the {blocks} blocks of {block} positions that max_tokens {answer} "
-                f"makes, from {blocks} to {blocks * block}",
+                f"a multiple of the {blocks} blocks of {block} positions that {length} makes, from "
+                f"{blocks} to {blocks * block}",
             )
         tokens = max_len * (2 if params.cfg_scale else 1)
         return Needs(tokens, block, params.cache.room(max_len, block + self._shift))

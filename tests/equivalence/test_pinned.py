@@ -29,6 +29,7 @@ from tests.equivalence.references import (
 from tests.equivalence.rule_reference import slow_adapt, slow_rule
 from tests.fakes import MASK, VOCAB, ToyModel
 from tests.sampling_batches import choosing_all
+from tidemill.runtime.errors import InvalidRequest
 
 CANVAS = "full_canvas"
 
@@ -313,3 +314,44 @@ def test_usage_of_a_text_cut_at_a_stop_string_leaves_out_what_was_pinned_before(
     engine.abort(key, reason=FinishReason.STOP_STRING, completion_tokens=5)
     engine.run()
     assert engine.results[key].finish.usage.output_tokens == 5 - 3
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+@pytest.mark.parametrize("num_behind", [0, 1, 3, 8, 17])
+def test_steps_of_a_canvas_are_those_of_its_gap(num_behind: int, cache: str) -> None:
+    """24 positions in 3 blocks take the steps asked for, however long a suffix is, also where the
+    request is preempted; tokens pinned elsewhere are part of the answer."""
+    for steps, preempts in ((6, True), (24, True), (3, False)):
+        strategy = FullCanvas(mask_token_id=MASK, logits_shift=0)
+        engine = ToyEngine(
+            ToyModel(3), Setup(max_rows=3), strategies={CANVAS: strategy}, default_method=CANVAS
+        )
+        knobs = {"steps": steps, "block_length": 8, "cache": cache}
+        pinned = tuple((2 + 24 + place, 5) for place in range(num_behind))
+        key = engine.submit([1, 2], 24 + num_behind, CANVAS, knobs, pinned=pinned)
+        engine.step()
+        if preempts:
+            engine.preempt(key)
+        engine.run()
+        usage = engine.results[key].finish.usage
+        assert usage.output_tokens == 24
+        # With a cache a preempted block begins anew.
+        assert usage.denoise_steps - usage.preemptions * (cache != "none") == steps
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"block_length": 28}, "at most the length of the answer, 27 with what is pinned"),
+        ({"block_length": 8, "steps": 8}, "multiple of the 3 .* a gap of 24 makes, from 3 to 24"),
+    ],
+)
+def test_a_canvas_is_refused_what_does_not_go_with_its_gap(
+    knobs: dict[str, Any], words: str
+) -> None:
+    """With what is pinned behind it there would be 4 such blocks."""
+    strategy = FullCanvas(mask_token_id=MASK, logits_shift=0)
+    engine = ToyEngine(ToyModel(3), Setup(), strategies={CANVAS: strategy}, default_method=CANVAS)
+    pinned = tuple((2 + 24 + place, 5) for place in range(3))
+    with pytest.raises(InvalidRequest, match=words):
+        engine.submit([1, 2], 27, CANVAS, knobs, pinned=pinned)

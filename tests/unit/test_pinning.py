@@ -14,6 +14,7 @@ from engine_service.core.params import DecodingChoice, SamplingParams
 from engine_service.core.pinning import (
     MAX_PINNED,
     keep_pinned,
+    num_at_end,
     num_pinned_before,
     output_through,
     pin,
@@ -164,3 +165,10 @@ def test_a_canvas_without_an_open_position_is_decided_at_its_end() -> None:
     assert undecided(5, EMPTY_CANVAS) == (5, 6)
     assert undecided(5, Canvas((1, 2, 3), (True, True, True))) == (7, 8)
     assert undecided(5, Canvas((1, 2, 3), (True, False, True))) == (6, 7)
+
+
+@pytest.mark.parametrize(
+    ("places", "count"), [((), 0), ((9,), 1), ((8,), 0), ((3, 7, 8, 9), 3), ((3, 4, 5), 0)]
+)
+def test_those_at_the_end_of_an_output_are_counted(places: tuple[int, ...], count: int) -> None:
+    assert num_at_end(tuple((place, 1) for place in places), 10) == count
