@@ -12,6 +12,8 @@ ANTHROPIC_PATH = "/v1/messages"
 OIP_PATHS = ("/v2/models/", "/v2/health/")
 _OVERFLOW = "CONTEXT_LENGTH_EXCEEDED"
 """Programs that shorten a conversation and try again know it by the text of the message alone."""
+_CANVAS, _CANVAS_HERE = "emit_canvas", "stream_options.include_canvas"
+"""What the engine and gRPC call the wish for canvases, and what OpenAI's clients write for it."""
 _ANTHROPIC_TYPES = MappingProxyType(
     {
         400: "invalid_request_error",
@@ -50,14 +52,16 @@ def oip_error(error: ServiceError) -> dict[str, Any]:
 def openai_error(error: ServiceError) -> dict[str, Any]:
     """OpenAI's error object; numeric facts (n_ctx, n_prompt_tokens) stand beside its fields."""
     facts = {name: int(text) for name, text in error.facts.items() if text.isdecimal()}
-    code, message = error.reason.lower(), error.message
+    code, message, param = error.reason.lower(), error.message, error.param
+    if param == _CANVAS:
+        message, param = message.replace(_CANVAS, _CANVAS_HERE), _CANVAS_HERE
     if error.reason == _OVERFLOW:  # OpenAI's SDK leaves the code out of its exceptions' texts
         message = f"{message} ({code})"
     return {
         "error": {
             "message": message,
             "type": error.http_type,
-            "param": error.param,
+            "param": param,
             "code": code,
             **facts,
         }
