@@ -6,7 +6,9 @@ routers are told, under the digests of core/pages.py. It does not know pages by 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple, cast
 
 
 class PagesStored(NamedTuple):
@@ -68,17 +70,13 @@ class Journal:
             unit = self._units[digest] = _Unit(stored, whole)
         unit.num_pages += num_pages
         if unit.num_pages == whole and self._is_heard:
-            self._tell(stored)
+            self._events.append(stored)
 
     def evict(self, digest: bytes) -> None:
         """A page of a unit left the index."""
         unit = self._units[digest]
         if unit.num_pages == unit.whole and self._is_heard:
-            last = self._events[-1] if self._events else None
-            if isinstance(last, PagesRemoved):
-                self._events[-1] = PagesRemoved((*last.hashes, digest))
-            else:
-                self._events.append(PagesRemoved((digest,)))
+            self._events.append(PagesRemoved((digest,)))
         unit.num_pages -= 1
         if not unit.num_pages:
             del self._units[digest]
@@ -100,19 +98,38 @@ class Journal:
     def take(self) -> list[KvEvent]:
         """What happened since the last call; nothing before the first snapshot."""
         events, self._events = self._events, []
-        return events
+        return _joined(events)
 
     @property
     def reusable(self) -> set[bytes]:
         """Digests of the units that the index holds whole."""
         return {one for one, unit in self._units.items() if unit.num_pages == unit.whole}
 
-    def _tell(self, stored: PagesStored) -> None:
-        """Units of one sequence that are stored together travel together."""
-        last = self._events[-1] if self._events else None
-        if isinstance(last, PagesStored) and last.hashes[-1] == stored.parent:
-            self._events[-1] = last._replace(
-                hashes=last.hashes + stored.hashes, token_ids=last.token_ids + stored.token_ids
-            )
+
+def _joined(events: Sequence[KvEvent]) -> list[KvEvent]:
+    """Units of one sequence that are stored one behind the other travel together, and so do those
+    that are removed. O(events): joined one by one, as they come, all before them would be copied
+    for each, and a step of a long prompt stores thousands of small pages."""
+    runs: list[list[KvEvent]] = []
+    for event in events:
+        if runs and _goes_on(runs[-1][-1], event):
+            runs[-1].append(event)
         else:
-            self._events.append(stored)
+            runs.append([event])
+    return [run[0] if len(run) == 1 else _as_one(run) for run in runs]
+
+
+def _goes_on(last: KvEvent, event: KvEvent) -> bool:
+    if isinstance(event, PagesStored):
+        return isinstance(last, PagesStored) and last.hashes[-1] == event.parent
+    return isinstance(event, PagesRemoved) and isinstance(last, PagesRemoved)
+
+
+def _as_one(run: Sequence[KvEvent]) -> KvEvent:
+    """Of one kind, which has hashes."""
+    several = cast("Sequence[PagesStored | PagesRemoved]", run)
+    hashes = tuple(chain.from_iterable(one.hashes for one in several))
+    stored = [one for one in several if isinstance(one, PagesStored)]
+    if not stored:
+        return PagesRemoved(hashes)
+    return stored[0]._replace(hashes=hashes, token_ids=b"".join(one.token_ids for one in stored))
