@@ -6,6 +6,7 @@ It does not know what a grammar is made of, nor the queue.
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import NamedTuple
 
 from engine_service.core.messages import Abort, Submit
@@ -21,7 +22,8 @@ class Prepared(NamedTuple):
 
 
 class Preparing:
-    """add, abort, take. A request that was added is taken once, at its deadline at the latest."""
+    """add, abort, take. A request that was added is taken once, at its deadline at the latest, and
+    without its grammar where nobody wants it any more."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, tuple[Submit, Future[None], list[Abort]]] = {}
@@ -44,19 +46,25 @@ class Preparing:
         return waiting is not None
 
     def take(self, now_ns: int, *, all_of_them: bool = False) -> list[Prepared]:
-        """Those that are done, and those whose deadline has passed, which is their failure; with
-        `all_of_them` the others too, as if they were done."""
+        """Those that are done or aborted, and those whose deadline has passed, which is their
+        failure; with `all_of_them` the others too, as if they were done.
+
+        A grammar that nobody waits for is not compiled, unless that has begun: it cannot be
+        stopped, and counts as long as it takes its thread from others.
+        """
         taken = []
         for key, (submit, job, aborts) in list(self._waiting.items()):
             is_late = submit.deadline_ns is not None and submit.deadline_ns <= now_ns
-            if not (job.done() or is_late or all_of_them):
+            if not (job.done() or aborts or is_late or all_of_them):
                 continue
             del self._waiting[key]
             if job.done():
                 taken.append(Prepared(submit, job.exception(), aborts))
                 continue
-            if not job.cancel():  # it has begun, and cannot be stopped
+            if not job.cancel():
                 self._left.append(job)
             late = DeadlineExceeded("the deadline has passed while its grammar was compiled")
-            taken.append(Prepared(submit, late if is_late else None, aborts))
+            # Whoever is queued to be ended would compile it in the loop, where steps wait for it.
+            ended = replace(submit, constraint=None) if aborts else submit
+            taken.append(Prepared(ended, late if is_late else None, aborts))
         return taken

@@ -27,8 +27,10 @@ class SlowGrammars(ToyGrammars):
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)
         self.may_go = threading.Event()
+        self.asked: set[str] = set()
 
     def compile(self, spec: ConstraintSpec) -> None:
+        self.asked.add(spec.text)
         self.begun.release()
         self.may_go.wait()
         super().compile(spec)
@@ -89,11 +91,30 @@ def test_what_does_not_compile_is_rejected_alone() -> None:
 
 
 def test_an_abort_that_comes_early_counts() -> None:
+    """At once: what is being compiled has nobody who waits for it."""
     desk = Desk(submit(1, [1, 2], constraint=spec(4)), Abort(1), submit(2, [1, 2]))
-    assert desk.turn_until(1) == {2: FinishReason.LENGTH}
-    desk.grammars.may_go.set()
-    assert desk.turn_until(2)[1] is FinishReason.ABORTED
+    assert desk.turn_until(2) == {1: FinishReason.ABORTED, 2: FinishReason.LENGTH}
     assert not desk.engine.scheduler.has_work
+    desk.grammars.may_go.set()
+
+
+def test_nobody_waits_for_grammars_of_aborted_requests() -> None:
+    """They were compiled to the end: hours of them, where clients submit and go away."""
+    gone = [submit(key, [1, 2], constraint=spec(key)) for key in (1, 2, 3, 4)]
+    desk = Desk(*gone, max_queued_requests=4)
+    desk.loop.turn()
+    for _ in range(2):  # as many as there are threads
+        assert desk.grammars.begun.acquire(timeout=PATIENCE_S)
+    desk.wire.batches.append([Abort(key) for key in (1, 2, 3, 4)])
+    for _ in range(2):
+        desk.loop.turn()
+    assert desk.answers() == dict.fromkeys((1, 2, 3, 4), FinishReason.ABORTED)
+    desk.wire.batches.append([submit(key, [1, 2], constraint=spec(key)) for key in (5, 6, 7)])
+    refused = desk.turn_until(5)
+    assert isinstance(refused[7], Overloaded), "two threads still compile for nobody"
+    desk.grammars.may_go.set()
+    assert desk.turn_until(7).keys() == {1, 2, 3, 4, 5, 6, 7}
+    assert desk.grammars.asked == {"1", "2", "5", "6"}
 
 
 def test_who_is_aborted_early_takes_nobodys_place() -> None:
