@@ -38,7 +38,7 @@ from engine_service.core.scheduler import Scheduler
 from engine_service.core.step import StepPlan
 from engine_service.core.strategy import Executor
 from engine_service.core.watch import Watch
-from tidemill.runtime.errors import InternalError, Overloaded, ServiceError, Unavailable
+from tidemill.runtime.errors import InternalError, ServiceError, Unavailable
 
 HEARTBEAT_S = 1.0
 """Most time between two outputs, idle or not; half of what a session promises its clients."""
@@ -110,8 +110,8 @@ class CoreLoop:
         idle_s = HOLDING_S if self._scheduler.is_still else self._heartbeat_s
         idle_s = min(PREPARING_S, idle_s) if self._preparing else idle_s
         is_busy = self._scheduler.has_work or self._controls.has_work
-        self._drain(0.0 if is_busy else idle_s)
         try:
+            self._drain(0.0 if is_busy else idle_s)
             plan = self._step()
             self._tell(self._gather())  # before pages are moved, over which a rank may be lost
             self._tell(self._controls.answers())
@@ -194,8 +194,8 @@ class CoreLoop:
         """A grammar is compiled beside the steps; everything else is queued at once."""
         try:
             job = self._scheduler.prepare(submit, len(self._preparing))
-        except Overloaded as full:
-            self._outbox.send([Reject(submit.key, full)])
+        except Exception as failure:  # no room, or the system has no more threads
+            self._submit(submit, failure)
             return
         if job is None:
             self._submit(submit)

@@ -23,10 +23,11 @@ from engine_service.core.messages import (
     StepOutput,
     Submit,
 )
-from engine_service.core.params import DecodingChoice, SamplingParams
+from engine_service.core.params import ConstraintSpec, DecodingChoice, SamplingParams
 from engine_service.core.step import StepPlan
 from tests.equivalence.harness import Setup, ToyEngine
 from tests.equivalence.references import reference_ar
+from tests.equivalence.toy_grammar import ToyGrammars, spec
 from tests.fakes import ToyModel
 from tidemill.runtime.errors import EngineDead, InternalError, InvalidRequest
 
@@ -210,6 +211,40 @@ def test_a_failing_step_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="device lost"):
         loop.run()
     assert wire.sent == [Fatal("RuntimeError: device lost")]
+
+
+class _TornWire(Wire):
+    """Its second batch cannot be read."""
+
+    def receive(self, timeout_s: float) -> list[Command]:
+        if self.waits:
+            raise ValueError("no pickle")
+        return super().receive(timeout_s)
+
+
+def test_what_fails_before_the_step_is_told_too() -> None:
+    """The loop ended without a word: callers heard that its process had, not why."""
+    wire = _TornWire([submit(1, [1], 2)])
+    loop, _ = build(wire)
+    with pytest.raises(ValueError, match="no pickle"):
+        loop.run()
+    assert wire.sent[-1] == Fatal("ValueError: no pickle")
+
+
+class _NoThreads(ToyGrammars):
+    def is_compiled(self, spec: ConstraintSpec) -> bool:
+        raise RuntimeError("can't start new thread")
+
+
+def test_a_grammar_that_cannot_be_begun_is_one_requests_problem() -> None:
+    """It ended the engine, as where the system has no more threads."""
+    wire = Wire([submit(1, [1], 2, constraint=spec(1)), submit(2, [1], 2)])
+    engine = ToyEngine(ToyModel(0), Setup(), grammars=_NoThreads())
+    loop = CoreLoop(inbox=wire, outbox=wire, scheduler=engine.scheduler, executor=engine.executor)
+    for _ in range(5):
+        loop.turn()
+    assert endings(wire, 1) == [InternalError]
+    assert endings(wire, 2) == [FinishReason.LENGTH]
 
 
 def test_a_rank_that_is_lost_over_a_transfer_is_fatal_behind_what_the_turn_has_done() -> None:
