@@ -209,6 +209,12 @@ def _rotary_dim(head_dim: int, share: float) -> int:
             f"config.json: {_PARTIAL} must be a number, found {share!r}", param=_PARTIAL
         )
     dim = int(head_dim * share)
+    if dim == head_dim and (head_dim < 1 or head_dim % 2):
+        raise Unsupported(
+            f"config.json: heads of {head_dim} features (head_dim, or hidden_size by "
+            "num_attention_heads) do not turn in pairs; an even number is supported",
+            param="head_dim",
+        )
     if not 0 < dim <= head_dim or dim % 2:
         raise Unsupported(
             f"config.json: {_PARTIAL} {share!r} turns {dim} of {head_dim} features of a head; an "

@@ -18,9 +18,11 @@ from engine_service.models.hf_config import (
     expert_counts,
     full_windows,
     positive,
+    positive_or,
     refuse_unknown,
     with_defaults,
 )
+from engine_service.models.hf_values import factor
 from tidemill.runtime.errors import InvalidRequest
 
 _DEFAULTS: dict[str, Any] = {
@@ -127,8 +129,9 @@ def ling_traits(hf_config: HFConfig, **overrides: Any) -> ModelTraits:
     refuse_unknown(hf_config, neutral_values=_IMPLEMENTED)
     full, turned = dict(hf_config), hf_config.get("rotary_dim")
     if turned is not None and full.get("partial_rotary_factor") is None:
-        head_dim = full.get("head_dim") or full["hidden_size"] // full["num_attention_heads"]
-        full["partial_rotary_factor"] = turned / head_dim
+        of_all = positive(full, "hidden_size") // positive(full, "num_attention_heads")
+        head_dim = positive_or(full, "head_dim", of_all)
+        full["partial_rotary_factor"] = positive(full, "rotary_dim") / max(1, head_dim)
     traits = decoder_traits(
         full,
         windows=full_windows(full),
@@ -155,5 +158,5 @@ def expert_shares(hf_config: HFConfig) -> dict[str, Any]:
         "per_token": per_token,
         "biased": bool(hf_config.get("moe_router_enable_expert_bias", True)),
         "renormalised": bool(hf_config.get("norm_topk_prob", True)),
-        "scale": float(hf_config["routed_scaling_factor"]),
+        "scale": factor(hf_config, "routed_scaling_factor"),
     }

@@ -64,7 +64,7 @@ def find_architecture(hf_config: Mapping[str, Any], known: Collection[str]) -> s
     model that has no class.
     """
     named = _named(hf_config.get("architectures") or ())
-    model_type = hf_config.get("model_type") or ""
+    model_type = str(hf_config.get("model_type") or "")
     if block_model := _block_model(hf_config, named, model_type):
         return block_model
     if named in known:
@@ -88,7 +88,13 @@ def _named(architectures: Any) -> str:
             f'\'{{"architectures": ["{architectures}"]}}\'',
             param="architectures",
         )
-    return next(iter(architectures), "")
+    names = architectures if isinstance(architectures, list | tuple) else [architectures]
+    if not all(isinstance(name, str) for name in names):
+        raise InvalidRequest(
+            f"config.json: architectures is {architectures!r} and must be a list of names",
+            param="architectures",
+        )
+    return next(iter(names), "")
 
 
 def _block_model(hf_config: Mapping[str, Any], named: str, model_type: str) -> str:

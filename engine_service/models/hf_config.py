@@ -13,6 +13,7 @@ from typing import Any
 from engine_service.layers.rope import read_rope, scaled_max_len
 from engine_service.models.base import HFConfig, ModelTraits
 from engine_service.models.detection import BLOCK_KEYS, MASK_KEYS
+from engine_service.models.hf_values import listed
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -57,7 +58,7 @@ def decoder_traits(
     refuse_unknown(hf_config, (*implements, *sees_behind))
     _check_layer_types(hf_config, windows)
     num_heads = positive(hf_config, "num_attention_heads")
-    num_kv_heads = _positive_or(hf_config, "num_key_value_heads", num_heads)
+    num_kv_heads = positive_or(hf_config, "num_key_value_heads", num_heads)
     hidden_size = positive(hf_config, "hidden_size")
     if num_heads % num_kv_heads:
         raise InvalidRequest(
@@ -65,7 +66,7 @@ def decoder_traits(
             f"num_key_value_heads {num_kv_heads}",
             param="num_key_value_heads",
         )
-    head_dim = _positive_or(hf_config, "head_dim", hidden_size // num_heads)
+    head_dim = positive_or(hf_config, "head_dim", hidden_size // num_heads)
     max_len = positive(hf_config, "max_position_embeddings")
     rope = read_rope(hf_config, head_dim, partial="partial_rotary_factor" in implements)
     return ModelTraits(
@@ -123,7 +124,7 @@ def count(hf_config: HFConfig, key: str) -> int:
     return value
 
 
-def _positive_or(hf_config: HFConfig, key: str, default: int) -> int:
+def positive_or(hf_config: HFConfig, key: str, default: int) -> int:
     """A size that config.json may leave out, or say as null or 0."""
     return positive(hf_config, key) if hf_config.get(key) else default
 
@@ -228,11 +229,11 @@ def qwen_windows(hf_config: HFConfig) -> tuple[int | None, ...]:
     window = window_of(hf_config) if hf_config.get("use_sliding_window", False) else None
     if window is None:
         return full_windows(hf_config)
-    types = hf_config.get("layer_types")
+    types = listed(hf_config, "layer_types")
     if not types:
         first = count({"max_window_layers": 28, **hf_config}, "max_window_layers")
         types = [_LAYER_TYPES[layer >= first] for layer in range(num_layers)]
-    unknown = sorted(set(types) - set(_LAYER_TYPES))
+    unknown = sorted({str(kind) for kind in types if kind not in _LAYER_TYPES})
     if unknown or len(types) != num_layers:
         raise Unsupported(
             f"config.json: layer_types must name one of {', '.join(_LAYER_TYPES)} for each of the "
@@ -245,7 +246,7 @@ def qwen_windows(hf_config: HFConfig) -> tuple[int | None, ...]:
 def _check_layer_types(hf_config: HFConfig, windows: tuple[int | None, ...]) -> None:
     """Raises Unsupported where `layer_types` says of a layer what its window does not: few
     architectures read the key, and the others would compute another attention than is told."""
-    types = hf_config.get("layer_types") or ()
+    types = listed(hf_config, "layer_types")
     for layer, (kind, window) in enumerate(zip(types, windows, strict=False)):
         own = _LAYER_TYPES[window is not None]
         if kind != own:

@@ -22,6 +22,7 @@ from engine_service.models.hf_config import (
     positive,
     refuse_unknown,
 )
+from engine_service.models.hf_values import listed
 from tidemill.runtime.errors import InvalidRequest
 
 _MASK_TOKEN = {"<|mdm_mask|>": 156895}
@@ -87,7 +88,7 @@ def _as_decoder(hf_config: HFConfig) -> dict[str, Any]:
 def _sparse_layers(hf_config: HFConfig) -> list[int]:
     """`moe_layer_freq` says 0 for a dense layer, one entry a layer."""
     num_layers = positive(hf_config, "num_hidden_layers")
-    sparse = hf_config.get("moe_layer_freq") or [1] * num_layers
+    sparse = listed(hf_config, "moe_layer_freq") or [1] * num_layers
     if len(sparse) != num_layers:
         raise InvalidRequest(
             f"config.json: moe_layer_freq has {len(sparse)} entries for {num_layers} layers; give "

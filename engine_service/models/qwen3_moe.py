@@ -10,6 +10,7 @@ from engine_service.models.base import HFConfig, ModelTraits, register_model
 from engine_service.models.decoder import Decoder
 from engine_service.models.decoder_layer import DecoderOptions
 from engine_service.models.hf_config import decoder_traits, expert_counts, positive, window_of
+from engine_service.models.hf_values import layers_listed
 
 DEFAULTS = {
     "decoder_sparse_step": 1,
@@ -23,6 +24,7 @@ DEFAULTS = {
 """What a config.json without these keys means for this architecture."""
 
 EXPERT_KEYS = ("num_experts", "num_local_experts")
+_DENSE = "mlp_only_layers"
 
 
 @register_model("Qwen3MoeForCausalLM")
@@ -62,6 +64,6 @@ def windows(hf_config: HFConfig) -> tuple[int | None, ...]:
 
 def _sparse_layers(hf_config: HFConfig) -> list[int]:
     """Every decoder_sparse_step-th layer, apart from those of mlp_only_layers."""
-    step, dense = positive(hf_config, "decoder_sparse_step"), hf_config.get("mlp_only_layers") or ()
+    step, dense = positive(hf_config, "decoder_sparse_step"), layers_listed(hf_config, _DENSE)
     layers = range(step - 1, positive(hf_config, "num_hidden_layers"), step)
     return [layer for layer in layers if layer not in dense]

@@ -25,6 +25,13 @@ def traits(architecture: str, added: dict[str, int] | None = None, **changes: An
     return REGISTRY.find(config).read_traits(config, added or {})
 
 
+def read_whole(config: dict[str, Any]) -> None:
+    """All that a decoder reads of a config.json before there is a tensor."""
+    kind: Any = REGISTRY.find(config)
+    kind.read_traits(config, {})
+    kind.options(config)
+
+
 def mask_of(architecture: str) -> int | None:
     """A mask token, for all but those that it would make another architecture of."""
     return None if architecture.startswith("Qwen") else 3
@@ -350,3 +357,42 @@ def test_counts_that_are_none_are_named(name: str, key: str, wrong: Any) -> None
     with pytest.raises(InvalidRequest, match=f"{key} must be a") as caught:
         kind.shared_axes(kind.read_traits(config, {}), config)
     assert caught.value.param == key
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "wrong"),
+    [
+        ("BailingMoeV2ForCausalLM", "routed_scaling_factor", None),
+        ("BailingMoeV2ForCausalLM", "routed_scaling_factor", "2.5"),
+        ("BailingMoeV2ForCausalLM", "routed_scaling_factor", float("nan")),
+        ("BailingMoeV2ForCausalLM", "routed_scaling_factor", 0),
+        ("BailingMoeV2ForCausalLM", "rotary_dim", "4"),
+        ("LLaDA2MoeModelLM", "routed_scaling_factor", None),
+        ("LLaDAMoEModelLM", "moe_layer_freq", 1),
+        ("Qwen2ForCausalLM", "layer_types", 3),
+        ("Qwen2ForCausalLM", "layer_types", [[], [], [], []]),
+        ("Qwen3MoeForCausalLM", "mlp_only_layers", 3),
+        ("Qwen3MoeForCausalLM", "mlp_only_layers", ["1"]),
+        ("Qwen3MoeForCausalLM", "layer_types", 3),
+        ("LlamaForCausalLM", "head_dim", 15),
+        ("BailingMoeV2ForCausalLM", "head_dim", 15),
+    ],
+)
+def test_values_that_nothing_can_be_made_of_are_named(name: str, key: str, wrong: Any) -> None:
+    """They ended in a TypeError of Python, in NaN, in other layers, or with another key blamed."""
+    sizes = ("moe_intermediate_size", "expert_intermediate_size")
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, **dict.fromkeys(sizes, 32)}
+    windows = {"use_sliding_window": True, "sliding_window": 8} if key == "layer_types" else {}
+    told = {"mask_token_id": 3} if mask_of(name) else {}
+    config = {**BASE, **experts, **windows, **told, "architectures": [name], key: wrong}
+    if name.startswith(("Llama", "Qwen2")):
+        del config["num_experts"]
+    with pytest.raises((InvalidRequest, Unsupported), match=key) as refused:
+        read_whole(config)
+    assert refused.value.param == key
+
+
+@pytest.mark.parametrize("wrong", [3, [3], [None]], ids=str)
+def test_architectures_without_names_are_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match="must be a list of names"):
+        REGISTRY.find({**BASE, "architectures": wrong})
