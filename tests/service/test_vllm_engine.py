@@ -178,6 +178,27 @@ async def test_facts_and_load() -> None:
         call.cancel()
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        "<html>not found</html>",
+        "[" * 100_000,
+        '{"model_type": 3, "pad_token_id": "no", "bos_token_id": [1, 2]}',
+        '{"pad_token_id": -1, "bos_token_id": 4294967295}',
+    ],
+    ids=["no JSON", "too deep", "no ids", "no such ids"],
+)
+async def test_facts_need_no_configuration_beside_the_tokenizer(
+    tmp_path: Path, config: str
+) -> None:
+    """It was answered as an error of the engine's own."""
+    (tmp_path / "tokenizer.json").write_bytes((DEMO / "tokenizer.json").read_bytes())
+    (tmp_path / "config.json").write_text(config)
+    async with engine(vllm_facade=True, tokenizer=str(tmp_path)) as server, facade(server) as stub:
+        model = await stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert (model.model_path, model.pad_token_id, model.bos_token_id) == ("fake", 0, 0)
+
+
 async def test_the_tokenizer_comes_as_an_archive() -> None:
     async with engine(vllm_facade=True, tokenizer=str(DEMO)) as server, facade(server) as stub:
         chunks = await rest(stub.GetTokenizer(common_pb2.GetTokenizerRequest()))

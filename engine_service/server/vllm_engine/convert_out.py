@@ -28,6 +28,7 @@ _FINISHES = {
     FinishReason.LENGTH: "length",
     FinishReason.ABORTED: "abort",
 }
+_MAX_ID = (1 << 31) - 1
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -161,11 +162,11 @@ class Wire:
             max_context_length=facts.max_model_len,
             max_req_input_len=facts.max_model_len - 1,
             vocab_size=facts.vocab_size,
-            model_type=checkpoint.get("model_type") or "",
+            model_type=str(checkpoint.get("model_type") or ""),
             architectures=[facts.architecture],
             eos_token_ids=facts.eos_token_ids,
-            pad_token_id=checkpoint.get("pad_token_id") or 0,
-            bos_token_id=checkpoint.get("bos_token_id") or 0,
+            pad_token_id=_id_or_0(checkpoint.get("pad_token_id")),
+            bos_token_id=_id_or_0(checkpoint.get("bos_token_id")),
             default_sampling_params_json=json.dumps(defaults) if defaults else "",
         )
 
@@ -207,3 +208,9 @@ class Wire:
             yield self._common.GetTokenizerChunk(
                 data=archive[start : start + size], sha256=sha256 if is_last else ""
             )
+
+
+def _id_or_0(said: Any) -> int:
+    """Of what a config.json says; 0 where that is no id, or several."""
+    is_id = isinstance(said, int) and not isinstance(said, bool) and 0 <= said <= _MAX_ID
+    return said if is_id else 0

@@ -194,8 +194,12 @@ def _trace(context: Any) -> tuple[str, str]:
 
 
 def _checkpoint(files: TokenizerFiles | ServiceError | None) -> dict[str, Any]:
-    """The model's config.json where it lies beside the tokenizer. Blocking."""
+    """The model's config.json where it lies beside the tokenizer, whose folder may be another than
+    the model's: nobody has read what is in it. Blocking."""
     if not isinstance(files, TokenizerFiles) or "config.json" not in dict(files.files):
         return {}
-    found = json.loads(files.read("config.json"))
+    try:
+        found = json.loads(files.read("config.json"))
+    except (OSError, ValueError, RecursionError):
+        return {}
     return found if isinstance(found, dict) else {}
