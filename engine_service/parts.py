@@ -21,8 +21,9 @@ from engine_service.core.step import Memory
 from engine_service.core.strategy import DecodeStrategy, Executor, ExecutorLimits
 from engine_service.core.transfers import Transfers
 from engine_service.defaults import read_knobs, read_sampling
-from engine_service.distributed import FIRST, Place, Store
+from engine_service.distributed import FIRST, Group, Place, Store
 from engine_service.limits import check_count
+from engine_service.models.sharing import check_fit
 from engine_service.nodes import check_nodes
 from engine_service.rank_worker import make_strategies, make_transfers, open_worker
 from engine_service.ranks.choice import hosts_of
@@ -75,6 +76,7 @@ def load(
         executor = worker = open_worker(config, report, place=place or FIRST, store=store)
         close = _nothing if place is None else worker.close
     else:
+        _check_split(config, report)
         ways: dict[str, Any] = {"open_worker": open_worker, "hosts": hosts, "on_lost": on_lost}
         executor = open_group(config, num_ranks, report, **ways)
         worker, close, others = executor.own, executor.close, executor.rank_times
@@ -94,6 +96,15 @@ def load(
         others=others,
         make_transfers=partial(make_transfers, worker, executor),
     )
+
+
+def _check_split(config: EngineConfig, report: Report) -> None:
+    """Raises what the first rank would once all others have come: of several hosts that may be half
+    an hour, for a number of ranks that no start of this model ever has. Reads no weights."""
+    checkpoint = fetch_checkpoint(replace(config, load_format="dummy"), report)
+    group = Group(0, config.tensor_parallel_size, whole_experts=config.expert_parallel)
+    num_stages = config.pipeline_parallel_size
+    check_fit(checkpoint.hf_config, read_traits(checkpoint), group, num_stages)
 
 
 def simulate(config: EngineConfig, report: Report) -> Parts:

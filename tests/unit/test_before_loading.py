@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine_service.composition import compose
 from engine_service.config import EngineConfig
 from engine_service.distributed import FIRST, Place
 from engine_service.rank_worker import make_strategies, open_worker
@@ -17,6 +18,7 @@ from engine_service.ranks.group import open_group
 from engine_service.ranks.hosts import SeveralHosts, ThisHost
 from engine_service.worker.worker import Worker
 from tests.unit.test_weights import CONFIG, random_tensors, shard, write
+from tests.waiting import free_port
 from tidemill.runtime.errors import InvalidRequest, NotFound, ServiceError
 
 
@@ -100,3 +102,31 @@ def test_more_ranks_than_gpus(
     sizes: dict[str, Any] = {"address": "a", "own_ranks": range(4), "local_size": 4}
     with pytest.raises(InvalidRequest, match=r"^8 ranks .*, 4 of them here, .* has [12];"):
         SeveralHosts(config, 8, **sizes, ends_silent_leader=True).check()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"tensor_parallel_size": 3, "nnodes": 3}, "tensor_parallel_size 3 does not divide"),
+        ({"pipeline_parallel_size": 60, "nnodes": 2}, "pipeline_parallel_size 60 stages"),
+    ],
+)
+def test_other_hosts_are_not_waited_for_to_refuse_a_size(
+    tmp_path: Path, sizes: dict[str, int], told: str
+) -> None:
+    """They may have an image to fetch first, and half an hour for it."""
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef")
+    config = EngineConfig(
+        model="demo",
+        device="cpu",
+        leader_address=f"127.0.0.1:{free_port()}",
+        group_token_file=str(token),
+        **sizes,  # type: ignore[arg-type]
+    )
+
+    def report(stage: str, *_: int) -> None:
+        assert not stage.startswith("waiting"), stage
+
+    with pytest.raises(InvalidRequest, match=told):
+        compose(config, report)
