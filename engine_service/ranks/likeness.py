@@ -28,13 +28,20 @@ _OF_ONE_NODE = frozenset({
 """What only the process that serves reads: other nodes need not be told."""
 
 
+_COMPUTING = ("torch", "triton")
+
+
 def versions() -> dict[str, str]:
-    """Of what computes, without loading it."""
+    """Of what computes, without loading it. Each rank chooses its tokens by kernels that Triton has
+    compiled there: another compiler's may round otherwise, and the ranks' texts part."""
+    return {"tidemill": __version__, **{name: _version(name) for name in _COMPUTING}}
+
+
+def _version(name: str) -> str:
     try:
-        torch = metadata.version("torch")
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
-        torch = "none"
-    return {"tidemill": __version__, "torch": torch}
+        return "none"
 
 
 def likeness(config: EngineConfig | None) -> dict[str, Any]:

@@ -155,10 +155,11 @@ def test_hosts_are_compared_by_versions_and_by_what_ranks_read() -> None:
         "model is 'm' on rank 0 and 'n' on rank 1; page_size is None on rank 0 and 8 on rank 1: "
         "all hosts of a group need the same versions and flags"
     )
-    older = {**alike, "versions": {**alike["versions"], "torch": "2.1"}}
-    told = difference(own, older, "on rank 1")
-    assert told is not None
-    assert f"torch is {own['versions']['torch']!r} on rank 0 and '2.1' on rank 1" in told
+    for name in ("torch", "triton"):
+        older = {**alike, "versions": {**alike["versions"], name: "2.1"}}
+        told = difference(own, older, "on rank 1")
+        assert told is not None
+        assert f"{name} is {own['versions'][name]!r} on rank 0 and '2.1' on rank 1" in told
 
 
 def test_how_kv_travels_is_for_who_serves_and_who_moves_it_for_all() -> None:
