@@ -101,7 +101,8 @@ def write_shards(config: EngineConfig, out: Path, report: Report) -> Manifest:
             weight_version=checkpoint.weight_version,
             num_bytes=sizes,
         )
-        (folder / MANIFEST).write_text(json.dumps(manifest.to_json(), indent=2) + "\n")
+        with _writing(path := folder / MANIFEST):
+            path.write_text(json.dumps(manifest.to_json(), indent=2) + "\n")
     return manifest
 
 
@@ -126,11 +127,13 @@ def _outline(checkpoint: Checkpoint, group: Group) -> CausalModel:
 @contextmanager
 def _folder(out: Path) -> Iterator[Path]:
     """A folder beside `out` that takes its name when everything is in it, or goes again."""
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    with _writing(out):
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         yield folder
-        folder.chmod(0o755)
-        os.rename(folder, out)
+        with _writing(out):
+            folder.chmod(0o755)
+            os.rename(folder, out)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -142,12 +145,14 @@ def _copy_small(source: Path, folder: Path, hf_overrides: dict[str, Any]) -> Non
     for path in [*source.glob("*"), *source.glob("*/config.json")]:
         is_small = path.suffix in _SMALL or path.name.startswith("LICENSE")
         if path.is_file() and is_small and not path.name.endswith(_INDEX):
-            target = folder / path.relative_to(source)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, target)
+            target, content = folder / path.relative_to(source), path.read_bytes()
+            with _writing(target):
+                target.parent.mkdir(exist_ok=True)
+                target.write_bytes(content)
     if hf_overrides:
         said = overridden(read_config(source), hf_overrides)
-        (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
+        with _writing(folder / CONFIG):
+            (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
 
 
 def _write(path: Path, cuts: list[_Cut], wrote: Callable[[int], None]) -> int:
@@ -176,13 +181,14 @@ def _write(path: Path, cuts: list[_Cut], wrote: Callable[[int], None]) -> int:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Raises FailedPrecondition where there is no more room, or the disk fails."""
+    """Raises FailedPrecondition where nothing may be written, there is no more room, or the disk
+    fails."""
     try:
         yield
     except OSError as failure:
         raise FailedPrecondition(
-            f"cannot write {path}: {failure.strerror}; name a folder on a disk with room for the "
-            "whole checkpoint",
+            f"cannot write {path}: {failure.strerror}; name a folder that may be made, on a disk "
+            "with room for the whole checkpoint",
             param="output",
         ) from failure
 

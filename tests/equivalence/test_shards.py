@@ -256,6 +256,18 @@ def test_a_full_disk_is_not_taken_for_a_corrupt_checkpoint(made: Path, tmp_path:
     assert not out.exists()
 
 
+def test_where_nothing_can_be_written_is_said(made: Path) -> None:
+    """It ended in Python's traceback, as did a disk that was full before the weights."""
+    source = made.parent / "source"
+    with pytest.raises(FailedPrecondition, match="cannot write /proc/out: No such file") as caught:
+        write(source, Path("/proc/out"))
+    assert caught.value.param == "output"
+    small = min(path.stat().st_size for path in source.glob("*.json"))
+    with room_for(small - 1), pytest.raises(FailedPrecondition, match="File too large"):
+        write(source, made.parent / "out")
+    assert not [*made.parent.glob("*out*")]
+
+
 def test_only_one_share_is_in_memory(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written at once, and what it all adds up to."""
     source, written = made.parent / "source", list[int]()
