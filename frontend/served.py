@@ -64,7 +64,7 @@ def read_labels(path: Path) -> Mapping[int, str]:
     """What transformers wrote as id2label; empty where there is nothing of the kind."""
     try:
         return labels_of(json.loads(path.read_text("utf-8")))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
 
 

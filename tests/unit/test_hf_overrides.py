@@ -203,3 +203,11 @@ def test_frontends_read_labels_that_were_said_over(folder: Path, tmp_path: Path)
     assert read_labels(served(said, tmp_path / "1") / "config.json") == {0: "a", 1: "c"}
     assert json.loads(said.read("config.json")) == {"id2label": {"0": "a", "1": "c"}}
     assert plain.sha256 != said.sha256
+
+
+@pytest.mark.parametrize("text", ["", "[]", "<html>", "[" * 100_000], ids=len)
+def test_a_configuration_that_nobody_can_read_names_no_labels(tmp_path: Path, text: str) -> None:
+    """It lies beside a tokenizer, whoever's; one that is nested without end raised RecursionError
+    where a frontend loads it."""
+    (tmp_path / "config.json").write_text(text)
+    assert read_labels(tmp_path / "config.json") == {}
