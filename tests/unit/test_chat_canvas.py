@@ -1,10 +1,11 @@
-"""`tidemill chat --canvas`: what is drawn, what is asked of the server, what is refused."""
+"""`tidemill chat` and its `--canvas`: what is drawn, asked of the server, refused."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import random
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -197,3 +198,17 @@ async def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
             served.engine.refuse = other
             assert await asyncio.to_thread(chat.run, words) == 1
             assert capsys.readouterr().err == f"tidemill chat: {other.message}\n"
+
+
+@pytest.mark.parametrize("server", ["127.0.0.1:{port}", "http://127.0.0.1:{port}"])
+def test_where_nobody_answers_it_says_what_to_do(
+    server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:  # bound and not listening: nobody is there
+        taken.bind(("127.0.0.1", 0))
+        address = server.format(port=taken.getsockname()[1])
+        assert chat.run(["ab", f"--server={address}"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"tidemill chat: nobody speaks gRPC at {address}: ")
+    assert said.count("\n") == 1
+    assert all(word in said for word in ("tidemill serve", "--server HOST:PORT", "--tls"))

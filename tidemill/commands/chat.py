@@ -17,6 +17,9 @@ from tidemill.runtime.errors import ServiceError, Unsupported
 from tidemill.sampling_params import SamplingParams
 from tidemill.security.client_tls import ClientTls
 
+_NOT_REACHED = ("failed to connect", "errors resolving")
+"""How gRPC begins to tell that no connection was made, which no server of ours does."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
@@ -70,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
             try:
                 answer = _answer(client, said, wanted)
             except ServiceError as error:
-                print(f"tidemill chat: {error.message}", file=sys.stderr)
+                print(f"tidemill chat: {_told(error, wanted.server)}", file=sys.stderr)
                 said.pop()
                 failed = True
                 continue
@@ -78,6 +81,18 @@ def run(argv: Sequence[str]) -> int:
             if not wanted.history:
                 said = list(opening)
     return int(failed)
+
+
+def _told(error: ServiceError, server: str) -> str:
+    """The words of an error. Those of gRPC, which knows none of our commands, say nothing of what
+    to do."""
+    if not error.message.startswith(_NOT_REACHED):
+        return error.message
+    return (
+        f"nobody speaks gRPC at {server}: start a server (tidemill serve), or pass --server "
+        "HOST:PORT of its gRPC port, not of HTTP; one with certificates wants --tls or --tls-ca "
+        f"({error.message})"
+    )
 
 
 def _answer(client: Client, said: list[dict[str, str]], wanted: ChatOptions) -> str:
