@@ -1,4 +1,4 @@
-"""docs/errors.md names every code that a request can be answered with, and its status."""
+"""docs/errors.md names every code of an error, and of those of requests the status."""
 
 from __future__ import annotations
 
@@ -17,15 +17,8 @@ KINDS = {
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, errors.ServiceError)
 }
-SERVING = (
-    "frontend",
-    "engine_service/core",
-    "engine_service/server",
-    "engine_service/constraints",
-    "engine_service/decoding",
-    "engine_service/sampling",
-    "tidemill/runtime",
-)
+FOLDERS = ("frontend", "engine_service", "tidemill")
+OF_BATCHES = ROOT / "tidemill" / "commands" / "batch_requests.py"
 
 
 def codes_of(*folders: str) -> dict[str, set[int]]:
@@ -48,13 +41,21 @@ def defaults() -> dict[str, set[int]]:
 
 
 def test_every_code_is_named() -> None:
-    given = codes_of(*SERVING) | defaults()
-    assert {"QUEUE_FULL", "GENERATION_DEAD_END", "KV_PIECE", "ENGINE_DEAD"} <= given.keys()
+    given = codes_of(*FOLDERS) | defaults()
+    assert {"QUEUE_FULL", "KV_PIECE", "ENGINE_DEAD", "OUT_OF_MEMORY", "KEYS_FILE"} <= given.keys()
     assert [code for code in given if not re.search(rf"\b{code}\b", PAGE)] == []
 
 
+def test_every_code_of_lines_without_an_answer_is_named() -> None:
+    text = OF_BATCHES.read_text()
+    given = re.findall(r'_unanswered\(request, "(\w+)"|"code": "(\w+)"', text)
+    codes = {(unanswered or other).upper() for unanswered, other in given}
+    assert {"NO_CONNECTION", "NOT_JSON"} <= codes
+    assert [code for code in codes if not re.search(rf"\b{code}\b", PAGE)] == []
+
+
 def test_codes_of_requests_have_the_statuses_of_their_errors() -> None:
-    given, num_checked = codes_of("frontend", "engine_service", "tidemill") | defaults(), 0
+    given, num_checked = codes_of(*FOLDERS) | defaults(), 0
     for row in ROWS:
         cells = [cell.strip() for cell in row.split("|")]
         if len(cells) != 5 or not re.match(r"[A-Z_]{6,}", cells[1]):
