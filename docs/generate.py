@@ -24,11 +24,11 @@ An unknown flag or key is an error; a variable of no flag is ignored, and an emp
 unset. `--print-config` shows the result in a form that `--config` reads.
 
 `tidemill serve` takes the flags of both services and its own, except `--engine`,
-`--engine-tls-*` and `--connect-timeout-s`; a flag that both have is given once. `--host` and
-`--health-port` are then the frontend's: the engine's ports, metrics included, stay on 127.0.0.1,
-and who scrapes them from elsewhere runs `tidemill engine`. (Kubernetes: set
-`enableServiceLinks: false`, because a Service named `tidemill-engine` would otherwise define
-`TIDEMILL_ENGINE_PORT`.)
+`--engine-tls-*` and `--connect-timeout-s`; a flag that both have is given once. `--host`,
+`--health-port` and the certificates (`--tls-*`) are then the frontend's: the engine's ports,
+metrics included, stay on 127.0.0.1 and in plaintext, and who reaches them from elsewhere runs
+`tidemill engine`. (Kubernetes: set `enableServiceLinks: false`, because a Service named
+`tidemill-engine` would otherwise define `TIDEMILL_ENGINE_PORT`.)
 """
 
 

@@ -54,7 +54,8 @@ class FrontendConfig:
     request_timeout_s: float | None = None
     """Deadline of requests that bring none."""
     connect_timeout_s: float = 60.0
-    """How long to wait for the engine at start-up."""
+    """How long after the start the log warns that no engine is there; the frontend waits on, and
+    answers 503 until one comes."""
     engine_silence_s: float = 10.0
     """An engine that says nothing for so long is taken for gone, and its streams end; after half of
     it, it gets no new requests. Engines speak twice a second, whatever they compute; at least 1.
