@@ -1,6 +1,6 @@
 // TextService over gRPC from C++: an answer, a stream, a stream that is left, an error.
 //
-// usage: build/chat [HOST:PORT]
+// usage: build/grpc_cpp/chat [HOST:PORT]
 #include <grpcpp/grpcpp.h>
 
 #include <chrono>
