@@ -73,7 +73,10 @@ def run(argv: Sequence[str]) -> int:
             try:
                 answer = _answer(client, said, wanted)
             except ServiceError as error:
-                print(f"tidemill chat: {_told(error, wanted.server)}", file=sys.stderr)
+                print(
+                    f"tidemill chat: {_told(error, wanted.server, tls is not None)}",
+                    file=sys.stderr,
+                )
                 said.pop()
                 failed = True
                 continue
@@ -83,15 +86,19 @@ def run(argv: Sequence[str]) -> int:
     return int(failed)
 
 
-def _told(error: ServiceError, server: str) -> str:
+def _told(error: ServiceError, server: str, has_tls: bool) -> str:
     """The words of an error. Those of gRPC, which knows none of our commands, say nothing of what
     to do."""
     if not error.message.startswith(_NOT_REACHED):
         return error.message
+    certificates = (
+        "one without certificates takes no --tls-..., and --tls-ca must be the CA of its own"
+        if has_tls
+        else "one with certificates wants --tls or --tls-ca"
+    )
     return (
         f"nobody speaks gRPC at {server}: start a server (tidemill serve), or pass --server "
-        "HOST:PORT of its gRPC port, not of HTTP; one with certificates wants --tls or --tls-ca "
-        f"({error.message})"
+        f"HOST:PORT of its gRPC port, not of HTTP; {certificates} ({error.message})"
     )
 
 
