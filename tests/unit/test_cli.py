@@ -129,6 +129,13 @@ def test_refusals(argv: list[str], words: str) -> None:
     assert words in done.stderr
 
 
+def test_serve_starts_no_engine_that_would_answer_nobody() -> None:
+    done = tidemill("serve", "demo", "--role", "prefill", "--print-config")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "start it with tidemill engine" in done.stderr
+    assert tidemill("serve", "demo", "--role", "decode", "--print-config").returncode == 0
+
+
 def test_bench_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run([]) == 0
     assert bench.run(["latnecy"]) == 2

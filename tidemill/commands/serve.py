@@ -21,6 +21,7 @@ from tidemill.commands.launcher_config import LauncherConfig
 from tidemill.commands.spellings import SPELLINGS
 from tidemill.commands.supervisor import Supervisor
 from tidemill.runtime import options
+from tidemill.runtime.errors import FailedPrecondition
 
 _FOREVER_S = 1e6  # the frontend waits for a model of any size; we see when either one ends
 _OF_THE_WAY = ("engine", "engine_tls_ca", "engine_tls_cert", "engine_tls_key", "engine_tls_name")
@@ -47,6 +48,12 @@ def run(argv: Sequence[str]) -> int:
 
 def _check(launcher: LauncherConfig, engine: EngineConfig, frontend: FrontendConfig) -> None:
     engine_limits.check(engine)
+    if engine.role == "prefill":
+        raise FailedPrecondition(
+            "--role is prefill: an engine that generates nothing would be all that this frontend "
+            "has, and answer nobody; start it with tidemill engine, or leave --role out",
+            param="role",
+        )
     engines_of(engine, launcher.data_parallel_size)
     check_nodes(engine)
     frontend_limits.check(frontend)
