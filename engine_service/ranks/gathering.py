@@ -152,20 +152,20 @@ class Gathering:
         finally:
             late.cancel()
             self._knocking.release()
-        self._hear(link, json.loads(told), address)
+        self._hear(link, told, address)
 
-    def _hear(self, link: Link, facts: dict[str, Any], address: str) -> None:
+    def _hear(self, link: Link, told: bytes, address: str) -> None:
+        arrival = Arrival(-1, link, address, 0, 0)
         try:
+            facts = json.loads(told)
             host = f"{facts['host']} ({address})"
-            places = (facts[name] for name in ("local_rank", "local_size"))
-            arrival = Arrival(facts["rank"], link, host, *places)
-            wrong = difference(self._own, facts["likeness"], f"on rank {arrival.rank}, {host}")
+            rank, *beside = (int(facts[name]) for name in ("rank", "local_rank", "local_size"))
+            wrong = difference(self._own, facts["likeness"], f"on rank {rank}, {host}")
+            arrival = Arrival(rank, link, host, *beside)
         except KeyError as missing:  # it holds the secret, so it is no stranger
-            arrival = Arrival(-1, link, address, 0, 0)
-            wrong = (
-                f"a rank at {address} does not say its {missing.args[0]}: its version is another "
-                "one; all hosts of a group need the same"
-            )
+            wrong = _of_another_version(address, f"does not say its {missing.args[0]}")
+        except (ValueError, TypeError, AttributeError, RecursionError) as failure:
+            wrong = _of_another_version(address, f"says what cannot be read ({failure})")
         if wrong is None:
             self._news.put(arrival)
         else:
@@ -176,6 +176,12 @@ class Gathering:
 def _cut(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):  # it has been closed meanwhile
         sock.shutdown(socket.SHUT_RDWR)
+
+
+def _of_another_version(address: str, why: str) -> str:
+    return (
+        f"a rank at {address} {why}: its version is another one; all hosts of a group need the same"
+    )
 
 
 def _has_come_anew(arrival: Arrival) -> str:

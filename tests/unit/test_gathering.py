@@ -91,6 +91,33 @@ def test_a_rank_of_a_version_that_says_less_is_told_and_ends_the_wait(missing: s
     link.close()
 
 
+FACTS = {"rank": 1, "local_rank": 0, "local_size": 1, "host": "b", "likeness": OWN}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        b"no JSON",
+        b"\xff",
+        b"[" * 100_000,
+        b"[]",
+        json.dumps(FACTS | {"rank": [1]}).encode(),
+        json.dumps(FACTS | {"likeness": None}).encode(),
+        json.dumps(FACTS | {"likeness": OWN | {"versions": []}}).encode(),
+    ],
+)
+def test_a_rank_whose_words_cannot_be_read_is_told_and_ends_the_wait(told: bytes) -> None:
+    """Its thread died over them: it waited unanswered, and rank 0 for it, half an hour."""
+    door = Gathering("127.0.0.1", 0, SECRET, OWN)
+    link = knock(socket.create_connection(("127.0.0.1", door.port), WAIT_S), SECRET)
+    link.send(Frame.FACTS, told)
+    with pytest.raises(FailedPrecondition, match=r"says what cannot be read .* version") as ended:
+        door.wait_for([1], 2, lambda *_: None, 3.0)
+    assert ended.value.reason == "RANKS_DIFFER"
+    assert link.receive() == (Frame.REFUSED, ended.value.message.encode())
+    link.close()
+
+
 class Narrow:
     """A listening socket that takes nobody in once: the process has no descriptor left."""
 
