@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import jsonschema
 import pytest
 
-from engine_service.constraints.llguidance import LlGrammars
+from engine_service.constraints.llguidance import MAX_TEXT, LlGrammars
 from engine_service.constraints.schema_numbers import held_lark, held_schema
 from tests.unit.test_grammars_kept import FOLDER, answer, spec
 from tidemill.runtime.errors import InvalidRequest
@@ -109,3 +110,15 @@ def test_all_else_stays_as_it_is() -> None:
     assert held["minimum"] == named["properties"]["minimum"], "a value is none"
     grammar = 'start: %json {"const": 1} "%json {" %json [ /x/'
     assert held_lark(grammar) == grammar
+
+
+@pytest.mark.parametrize("looks_like_one", ["%json [", '%json ["', "%json {"])
+def test_what_looks_like_schemas_and_is_none_is_not_read_for_ever(
+    grammars: LlGrammars, looks_like_one: str
+) -> None:
+    """A megabyte of it held a thread, and the interpreter, for 40 s."""
+    text = looks_like_one * (MAX_TEXT // len(looks_like_one))
+    began = time.process_time()
+    with pytest.raises(InvalidRequest, match="more than 100 %json are not JSON"):
+        grammars.open(spec("ebnf", text))
+    assert time.process_time() - began < 3.0
