@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine_service.constraints.schema_numbers import held_lark, held_schema, held_text
+from engine_service.constraints.triggers import trigger_finder
 from engine_service.core.params import ConstraintSpec, ReasoningSpec
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.sentencepiece import MODEL_FILE, tokenizer_json
@@ -221,10 +222,10 @@ def _of_tags(text: str, tokenizer: LLTokenizer) -> str:
     whatever begins with a trigger is one of the structures."""
     given = json.loads(text)
     triggers = given["triggers"]
-    tags = []
+    tags, find = [], trigger_finder(triggers)
     for one in given["structures"]:
         begin = one["begin"]
-        trigger = next((t for t in triggers if t and begin.startswith(t)), None)
+        trigger = find(begin)
         if trigger is None:
             raise ValueError(f"no trigger begins {begin!r}; name one in triggers")
         lark = held_lark(one.get("lark") or "")
