@@ -201,10 +201,14 @@ class Answers:
         Raises FailedPrecondition when it cannot be written.
         """
         left = memoryview(json.dumps(line).encode() + b"\n")
+        before = os.fstat(self._file.fileno()).st_size
         try:
             while left:  # a disk that is nearly full takes a part first
                 left = left[self._file.write(left) :]
         except OSError as failure:
+            # Answers that have come by now are still written, if there is room again: behind half
+            # of a line they would make one that no run can read.
+            self._file.truncate(before)
             raise FailedPrecondition(
                 f"cannot write {self._path}: {failure.strerror}; when it can be written again, "
                 "the same command goes on"
