@@ -250,6 +250,8 @@ def test_help_imports_neither_torch_nor_httpx() -> None:
         (["--timeout-s=0"], "--timeout-s is 0.0; it must be above 0"),
         (["--timeout-s=nan"], "--timeout-s is nan"),
         (["--url=h"], "--url is h; it must be an address"),
+        (["--api-key=schl\u00fcssel"], "api_key: character 5 of 9 is not printable ASCII"),
+        (["--api-key=abc\n"], "api_key: character 4 of 4 is not printable ASCII"),
         (["-i", "absent"], "cannot read absent: No such file"),
         (["-i", "."], r"\. is not a file; the input is read twice"),
         (["-o", "in"], "in is the input"),
@@ -270,3 +272,27 @@ def test_refusals(
     assert re.search(f"^tidemill run-batch: {words}", capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     assert (tmp_path / "in").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("SSL_CERT_FILE", "absent", "cannot read the certificates that SSL_CERT_FILE .* No such"),
+        ("SSL_CERT_FILE", "in", "cannot read the certificates that SSL_CERT_FILE "),
+        ("HTTP_PROXY", "foo://h", "cannot use the proxy that HTTP_PROXY, .* Unknown scheme"),
+    ],
+)
+def test_variables_that_cannot_be_used(
+    name: str,
+    value: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(name, value)
+    write(tmp_path / "in", asked())
+    assert cli.main(["run-batch", "-i", "in", "-o", "out"]) == 1
+    assert re.search(f"^tidemill run-batch: {words}", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from tidemill.commands.batch_lines import Request, output_line
+from tidemill.exchange import printable
 from tidemill.runtime.errors import InvalidRequest
 
 _CONNECT_S = 10.0
@@ -99,14 +100,28 @@ def base_url(url: str) -> httpx.URL:
 def http_client(
     base: httpx.URL, concurrency: int, timeout_s: float | None, api_key: str = ""
 ) -> httpx.AsyncClient:
-    """A client for `concurrency` requests at a time, each of which may take `timeout_s`."""
-    shown = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    return httpx.AsyncClient(
-        base_url=base,
-        headers={"content-type": "application/json", **shown},
-        limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
-        timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
-    )
+    """A client for `concurrency` requests at a time, each of which may take `timeout_s`.
+
+    Raises InvalidRequest for a key that no header can hold, and where the certificates or the proxy
+    that the environment names cannot be used.
+    """
+    shown = {"authorization": f"Bearer {printable('api_key', api_key)}"} if api_key else {}
+    try:
+        return httpx.AsyncClient(
+            base_url=base,
+            headers={"content-type": "application/json", **shown},
+            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+            timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
+        )
+    except OSError as failure:  # of TLS too
+        raise InvalidRequest(
+            f"cannot read the certificates that SSL_CERT_FILE or SSL_CERT_DIR names: {failure}; "
+            "correct the variable"
+        ) from failure
+    except (ValueError, ImportError, httpx.InvalidURL) as failure:
+        raise InvalidRequest(
+            f"cannot use the proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY names: {failure}"
+        ) from failure
 
 
 def pause_s(num_retries: int, told_s: float) -> float:

@@ -169,15 +169,15 @@ def run(argv: Sequence[str]) -> int:
     # httpx is slow to import, and --help does not need it.
     from tidemill.commands.batch_requests import Server, base_url, http_client
 
-    base = base_url(wanted.url)
+    client = http_client(
+        base_url(wanted.url), wanted.concurrency, wanted.timeout_s, wanted.api_key or ""
+    )
     tally, custom_ids = _surveyed(Path(wanted.input_file), Path(wanted.output_file))
     answers = Answers(tally.path, custom_ids)
     screen = Screen(wanted.url, tally.total)
 
     async def ask_all() -> None:
-        async with http_client(
-            base, wanted.concurrency, wanted.timeout_s, wanted.api_key or ""
-        ) as client:
+        async with client:
             server = Server(client, wanted.max_retries, screen.tell_pause)
             lines = _unanswered(Path(wanted.input_file), answers.done, tally)
             batch = Batch(lines, server, answers, tally, screen)
