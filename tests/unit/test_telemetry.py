@@ -88,6 +88,25 @@ def test_spans_reach_a_collector_with_their_parents_and_times() -> None:
         assert span.context.state == "vendor=1"
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "name"),
+    [
+        ("OTEL_SERVICE_NAME", "mine", "mine"),
+        ("OTEL_RESOURCE_ATTRIBUTES", "service.name=ours,team=a", "ours"),
+        ("OTEL_RESOURCE_ATTRIBUTES", "team=a", "test"),
+    ],
+)
+def test_an_operators_name_for_the_service_is_heeded(
+    variable: str, value: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with collecting() as (collector, endpoint):
+        tracer = Tracer("test", endpoint)
+        tracer.start("work", None).end()
+        tracer.stop()
+        assert set(collector.services.values()) == {name}
+
+
 def test_a_missing_collector_delays_neither_start_nor_stop_for_long() -> None:
     """Neither waits for the minute and more for which the exporter would try by itself."""
     began = time.monotonic()

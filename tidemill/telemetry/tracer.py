@@ -109,15 +109,17 @@ class Tracer:
         if endpoint is None:
             return
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider, sampling
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         plain = not endpoint.startswith("https")
         exporter = OTLPSpanExporter(endpoint=endpoint, insecure=plain, timeout=_EXPORT_S)
-        facts = {"service.name": service, "service.version": __version__}
+        facts = Resource.create({"service.name": service, "service.version": __version__})
+        # What operators say comes last: by itself the library lets a program's own words win.
+        resource = facts.merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(
-            sampler=sampling.ALWAYS_ON, resource=Resource.create(facts), shutdown_on_exit=False
+            sampler=sampling.ALWAYS_ON, resource=resource, shutdown_on_exit=False
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("tidemill", __version__, SCHEMA_URL)
