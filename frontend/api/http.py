@@ -53,6 +53,8 @@ _MAX_ID_CHARS = 128
 _MAX_TIMEOUT_DIGITS = 15
 _MAX_SESSION_CHARS = 256
 _MAX_PATH_CHARS = 200
+_NO_ROUTE = "unknown"
+"""What metrics call the route of a path that has none."""
 _VERBS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 Result = TypeVar("Result")
 
@@ -120,7 +122,7 @@ class IngressMiddleware:
             await error_response(error, path)(scope, receive, send_with_id)
         finally:
             del state[SEND_PIECE]  # the scope belongs to its owner: the two would be a cycle
-            route = getattr(scope.get("route"), "path", "unknown")
+            route = getattr(scope.get("route"), "path", _NO_ROUTE)
             counts = self._desk.metrics.http
             counts.requests.labels(route, request.method, status).inc()
             seconds = asyncio.get_running_loop().time() - began
@@ -158,13 +160,17 @@ class IngressMiddleware:
         _LOG.log(level, "%s %s %d", request.method, path[:_MAX_PATH_CHARS], status, extra=facts)
 
     def _end_span(self, span: Span, request: Request, route: str, status: int) -> None:
-        """Named by its route: a path may hold ids. Status 0: the client left before any answer."""
+        """Named by its route, if there is one: a path may hold ids, or anything. Status 0: the
+        client left before any answer."""
         attributes: semconv.Attributes = {
             semconv.HTTP_METHOD: request.method,
-            semconv.HTTP_ROUTE: route,
+            semconv.URL_SCHEME: request.scope["scheme"],
             semconv.URL_PATH: request.scope["path"],
         }
-        error = None
+        name, error = request.method, None
+        if route != _NO_ROUTE:
+            attributes[semconv.HTTP_ROUTE] = route
+            name += f" {route}"
         if status:
             attributes[semconv.HTTP_STATUS] = status
         if not 0 < status < 500:
@@ -173,7 +179,7 @@ class IngressMiddleware:
         elif cut := request.scope["state"].get(CUT):
             attributes[semconv.ERROR_TYPE] = cut
             error = f"the answer ended early: {cut}"
-        span.end(attributes=attributes, error=error, name=f"{request.method} {route}")
+        span.end(attributes=attributes, error=error, name=name)
 
     def _ingress(self, request: Request, request_id: str, span: Span, client: str) -> Ingress:
         received = asyncio.get_running_loop().time()

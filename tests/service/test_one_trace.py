@@ -19,7 +19,7 @@ from tests.otlp import Collector, collecting, values_of
 from tests.service.engine_fixtures import engine
 from tests.service.frontends import byte_tokenizer, frontend_for, stack, write_tokenizer
 from tests.service.test_engine_rank import MODEL, real_engine
-from tests.waiting import PATIENCE_S, http_client, until
+from tests.waiting import PATIENCE_S, free_port, http_client, until
 
 PARENT = "00f067aa0ba902b7"
 FRONTEND, ENGINE = "tidemill-frontend", "tidemill-engine"
@@ -276,3 +276,17 @@ async def test_an_unknown_trace_level_is_refused() -> None:
         with pytest.raises(Exception, match="trace level 4 does not exist"):
             server.desk.observer.set_trace_level(4)
         assert server.desk.observer.trace_level == 1
+
+
+async def test_a_path_without_a_route_names_no_span() -> None:
+    """Attributes that OpenTelemetry's conventions require are there, those of a route are not."""
+    with collecting() as (collector, endpoint):
+        async with (
+            frontend_for(free_port(), otlp_endpoint=endpoint) as frontend,
+            http_client(f"http://127.0.0.1:{frontend.http_port}") as http,
+        ):
+            assert (await http.post("/v1/7")).status_code == 404
+        (span,) = collector.spans
+        scheme_and_path = {"url.scheme": "http", "url.path": "/v1/7"}
+        asked = {"http.request.method": "POST", "http.response.status_code": 404}
+        assert (span.name, values_of(span)) == ("POST", asked | scheme_and_path)

@@ -44,6 +44,7 @@ HTTP_METHOD = "http.request.method"
 HTTP_ROUTE = "http.route"
 HTTP_STATUS = "http.response.status_code"
 URL_PATH = "url.path"
+URL_SCHEME = "url.scheme"
 
 DURATION_S = tuple(0.01 * 2**k for k in range(14))
 FIRST_TOKEN_S = (
@@ -86,6 +87,7 @@ def with_old_names(attributes: Attributes, areas: frozenset[str]) -> Attributes:
     if "http" in areas and HTTP_METHOD in attributes:
         found["http.method"] = attributes[HTTP_METHOD]
         found["http.target"] = attributes[URL_PATH]
+        found["http.scheme"] = attributes[URL_SCHEME]
         if HTTP_STATUS in attributes:
             found["http.status_code"] = attributes[HTTP_STATUS]
     return found
