@@ -43,8 +43,9 @@ def tokenizer_json(folder: Path) -> str:
             "put a tokenizer.json there",
             reason="TOKENIZER_MISSING",
         ) from missing
-    name = _class_name(folder)
+    name = _PLAIN
     try:
+        name = _class_name(folder)
         exact = sentencepiece.SentencePieceProcessor(model_file=str(folder / MODEL_FILE))
         loaded = getattr(transformers, name).from_pretrained(str(folder), local_files_only=True)
         backend = _as_trained(loaded.backend_tokenizer, exact.serialized_model_proto())

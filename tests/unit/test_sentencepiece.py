@@ -129,6 +129,14 @@ def test_what_cannot_be_read_says_so(tmp_path: Path) -> None:
         tokenizer_json(tmp_path)
 
 
+@pytest.mark.parametrize("settings", ["{", "[]", "[" * 100_000])
+def test_settings_that_cannot_be_read_say_so(tmp_path: Path, settings: str) -> None:
+    write(tmp_path, "bpe")
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(FailedPrecondition, match="cannot be converted as a LlamaTokenizer"):
+        tokenizer_json(tmp_path)
+
+
 def test_without_the_library_both_services_say_what_to_install(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
