@@ -6,7 +6,7 @@ callers that speak token ids get the same answers.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from frontend.beam_rules import check_beam
 from frontend.messages import EngineFacts
@@ -192,7 +192,12 @@ def _check_stops(options: Options) -> None:
         raise InvalidRequest(
             f"stop has {len(options.stop)} strings; at most {MAX_STOPS} are allowed", param="stop"
         )
-    for stop in options.stop:
+    check_stop_lengths(options.stop)
+
+
+def check_stop_lengths(stops: Iterable[str]) -> None:
+    """Raises InvalidRequest: an empty one would end any text at once."""
+    for stop in stops:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
             raise InvalidRequest(
                 f"a stop string has {len(stop)} characters; it must have 1 to {MAX_STOP_CHARS}",

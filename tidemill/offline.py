@@ -21,6 +21,7 @@ from frontend.choice import Choice, PromptView, TextDelta, TextLogprob
 from frontend.messages import Delta, Finish, FinishReason, Timings, TokenLogprobs, Usage
 from frontend.request import Options, Sampling
 from frontend.tokenizer import Piece, Vocabulary
+from frontend.validation import check_stop_lengths
 from tidemill.outputs import CompletionOutput, Logprob, RequestOutput, RequestUsage
 from tidemill.prompts import TextPrompt, read_bad_words
 from tidemill.runtime.errors import InvalidRequest
@@ -162,6 +163,7 @@ class Pending:
                 "skip_tokenizer_init",
                 param="stop",
             )
+        check_stop_lengths(params.stop_strings)
         self.request_id = request_id
         self.prompt = prompt
         self.params = params

@@ -7,6 +7,7 @@ and served requests are read the same. It does not know the engine's loop.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -160,7 +161,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     listed = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
+    if listed and all(isinstance(item, Integral) for item in listed):  # numpy's too
         return [cast("Sequence[int]", listed)]
     return cast("list[Prompt]", listed)
 

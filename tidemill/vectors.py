@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any
 
 from tidemill.conversation import Fields
@@ -144,7 +145,8 @@ def as_inputs(inputs: Input | Sequence[Input]) -> list[Input]:
     if isinstance(inputs, str):
         return [inputs]
     listed: list[Any] = list(inputs)
-    return [listed] if listed and all(isinstance(one, int) for one in listed) else listed
+    is_one = bool(listed) and all(isinstance(one, Integral) for one in listed)  # numpy's too
+    return [listed] if is_one else listed
 
 
 def _embed_fields(

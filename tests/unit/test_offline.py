@@ -9,6 +9,7 @@ import gc
 import random
 import struct
 
+import numpy as np
 import pytest
 
 from engine_service.core.messages import Finish, FinishReason, Load, StepOutput, Timings, Usage
@@ -18,7 +19,10 @@ from frontend.messages import Delta
 from frontend.messages import TokenLogprobs as TextScores
 from tidemill import offline
 from tidemill.offline import Line, Pending, TextPrompt, calm_collector, spread
+from tidemill.prompts import as_list
+from tidemill.runtime.errors import InvalidRequest
 from tidemill.sampling_params import SamplingParams
+from tidemill.vectors import as_inputs
 
 IDLE = Load(0, 0, 0, 0, 0)
 ENDED = Finish(FinishReason.LENGTH, None, "", Usage(3, 0, 9, 9, 0, 0), Timings(0, 0, 0, 0))
@@ -165,3 +169,17 @@ def test_collector_settings_come_back() -> None:
     with pytest.raises(RuntimeError, match="stop"):
         fail()
     assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], "a" * 1025])
+def test_a_stop_string_that_a_server_refuses_is_refused(stop: str | list[str]) -> None:
+    """An empty one ended every text before its first letter."""
+    prompt, params = TextPrompt("a", [0]), SamplingParams(stop=stop)
+    with pytest.raises(InvalidRequest, match=r"a stop string has .* must have 1 to 1024"):
+        Pending("r", prompt, params, Letters())  # type: ignore[arg-type]
+
+
+def test_token_ids_of_numpy_are_one_prompt() -> None:
+    ids = np.array([65, 66])
+    assert as_list(ids) == as_inputs(ids) == [[65, 66]]
+    assert len(as_list([ids, ids])) == len(as_inputs([ids, ids])) == 2
