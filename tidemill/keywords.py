@@ -6,15 +6,19 @@ import difflib
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from engine_service.config import EngineConfig
-from tidemill.runtime.errors import Unsupported
+from tidemill.kinds import settled
+from tidemill.runtime.errors import InvalidRequest, Unsupported
+
+_PLAIN = frozenset({bool, int, float, NoneType})
 
 
 def engine_config(model: str, keywords: Mapping[str, Any]) -> EngineConfig:
-    """What they ask for; raises TypeError for a keyword that is none of its fields, and
-    Unsupported for more engines than one."""
+    """What they ask for; raises TypeError for a keyword that is none of its fields or
+    has a value of another kind, InvalidRequest for an unknown word, Unsupported for more engines than one."""
     num_engines = keywords.get("data_parallel_size", 1)
     if num_engines != 1:
         raise Unsupported(
@@ -36,4 +40,19 @@ def engine_config(model: str, keywords: Mapping[str, Any]) -> EngineConfig:
         "max_queued_tokens": sys.maxsize,
         "max_queue_delay_s": 0.0,
     }
-    return EngineConfig(model=model, **{**unbounded, **keywords})
+    hints = get_type_hints(EngineConfig)
+    checked = {name: _checked(name, hints[name], value) for name, value in keywords.items()}
+    return EngineConfig(model=model, **{**unbounded, **checked})
+
+
+def _checked(name: str, hint: Any, value: Any) -> Any:
+    """The value, if it is one that a flag could have had: switches, numbers and words of a list. A
+    text may be anything that reads as one, such as a Path."""
+    kinds = get_args(hint) or (hint,)
+    if get_origin(hint) is Literal:
+        if not any(value == one for one in kinds):
+            raise InvalidRequest(
+                f"{name} is {value!r}; it must be one of {', '.join(kinds)}", param=name
+            )
+        return value
+    return settled("LLM()", name, hint, value) if _PLAIN.issuperset(kinds) else value

@@ -35,18 +35,22 @@ def settle_kinds(made: object) -> None:
     kind = type(made)
     for name, hint in _hints(kind):  # type: ignore[arg-type]  # classes are hashable
         value = getattr(made, name)
-        try:
-            is_empty = value is None and get_origin(hint) in (list, dict)
-            plain = get_origin(hint)() if is_empty else _settled(hint, value)
-        except (TypeError, OverflowError):  # the latter: an integer that no float can hold
-            shown = repr(value)
-            shown = shown if len(shown) <= _MOST_SHOWN else shown[:_MOST_SHOWN] + "..."
-            raise TypeError(
-                f"{kind.__name__}: {name} is {shown}, of type {type(value).__name__}; pass "
-                f"{_wording(hint)}"
-            ) from None
+        plain = settled(kind.__name__, name, hint, value)
         if plain is not value:
             object.__setattr__(made, name, plain)
+
+
+def settled(owner: str, name: str, hint: Any, value: Any) -> Any:
+    """One value as its field has it. Raises TypeError as `settle_kinds` does."""
+    try:
+        is_empty = value is None and get_origin(hint) in (list, dict)
+        return get_origin(hint)() if is_empty else _settled(hint, value)
+    except (TypeError, OverflowError):  # the latter: an integer that no float can hold
+        shown = repr(value)
+        shown = shown if len(shown) <= _MOST_SHOWN else shown[:_MOST_SHOWN] + "..."
+        raise TypeError(
+            f"{owner}: {name} is {shown}, of type {type(value).__name__}; pass {_wording(hint)}"
+        ) from None
 
 
 @lru_cache

@@ -1,0 +1,44 @@
+"""Keywords of LLM: values that no flag could have had are named before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tidemill import LLM
+from tidemill.keywords import engine_config
+from tidemill.runtime.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("dtype", "fp16"), ("dtype", 5), ("load_format", None), ("attention_backend", "FLASH")],
+)
+def test_unknown_words_are_refused_with_those_that_there_are(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} is {value!r}; it must be one of auto, ") as e:
+        LLM("demo", **{name: value})
+    assert e.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("prefix_caching", "no", "True or False"),
+        ("seed", "x", "an integer"),
+        ("page_size", "16", "an integer or None"),
+        ("max_model_len", 1.5, "an integer or None"),
+        ("tensor_parallel_size", "2", "an integer"),
+        ("memory_fraction", "0.5", "a number"),
+    ],
+)
+def test_values_of_another_kind_are_named(name: str, value: Any, words: str) -> None:
+    told = rf"LLM\(\): {name} is {value!r}, of type \w+; pass {words}$"
+    with pytest.raises(TypeError, match=told):
+        LLM("demo", **{name: value})
+
+
+def test_numbers_of_other_libraries_are_plain_ones() -> None:
+    made = engine_config("demo", {"seed": np.int64(3), "max_model_len": None, "dtype": "auto"})
+    assert (type(made.seed), made.seed, made.max_model_len, made.dtype) == (int, 3, None, "auto")
