@@ -263,9 +263,10 @@ class LLM(BeamCalls, PooledCalls):
                     self.step()
             return [cast("Finish", self._pooled[key]) for key in keys]
         finally:
-            for key in keys:
-                self._scheduler.abort(Abort(key))
-                del self._pooled[key]
+            with unbroken():
+                for key in keys:
+                    self._scheduler.abort(Abort(key))
+                    del self._pooled[key]
 
     def _feed(self, queue: Iterator[None]) -> bool:
         """Lets `queue` queue its requests, one whenever it is asked, until the next step is what it
