@@ -91,5 +91,11 @@ def _follow_into_death(parent: int) -> None:
 
 async def _read(process: asyncio.subprocess.Process, on_line: Callable[[str], None]) -> None:
     assert process.stderr is not None
-    async for line in process.stderr:
+    while True:
+        try:
+            line = await process.stderr.readline()
+        except ValueError:  # it is dropped; who stopped reading here would stop the service too
+            line = b"(a part of a line of more than %d bytes is left out)\n" % _LINE_BYTES
+        if not line:
+            return
         on_line(line.decode(errors="replace").rstrip())
