@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import random
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -180,6 +181,6 @@ def test_a_stop_string_that_a_server_refuses_is_refused(stop: str | list[str]) -
 
 
 def test_token_ids_of_numpy_are_one_prompt() -> None:
-    ids = np.array([65, 66])
+    ids: Any = np.array([65, 66])
     assert as_list(ids) == as_inputs(ids) == [[65, 66]]
     assert len(as_list([ids, ids])) == len(as_inputs([ids, ids])) == 2
