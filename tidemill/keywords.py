@@ -17,8 +17,8 @@ _PLAIN = frozenset({bool, int, float, NoneType})
 
 
 def engine_config(model: str, keywords: Mapping[str, Any]) -> EngineConfig:
-    """What they ask for; raises TypeError for a keyword that is none of its fields or
-    has a value of another kind, InvalidRequest for an unknown word, Unsupported for more engines than one."""
+    """What they ask for; raises TypeError for a keyword that is none of its fields or has a value
+    of another kind, InvalidRequest for an unknown word, Unsupported for more engines than one."""
     num_engines = keywords.get("data_parallel_size", 1)
     if num_engines != 1:
         raise Unsupported(
