@@ -67,6 +67,8 @@ class BeamCall:
         self.has_begun = False
         """Whether anything of the round that runs has arrived. Of those before it nobody has heard:
         the search may begin again at another engine."""
+        self._prompt_scores: dict[int, list[TokenLogprobs]] = {}
+        """Of a prompt, by the index of its first choice; they come with its first round."""
         self._searches: list[tuple[list[EngineSequence], BeamSearch]] = []
         for sequence in sequences:
             if sequence.choice == 0:
@@ -84,7 +86,8 @@ class BeamCall:
             found = search.best(len(group))
             # A vocabulary of fewer continuations than choices leaves some without a token.
             found += [Hypothesis()] * (len(group) - len(found))
-            deltas += map(self._delta, group, found)
+            scores = self._prompt_scores.pop(group[0].index, [])
+            deltas += [self._delta(*pair, scores) for pair in zip(group, found, strict=True)]
         return deltas
 
     def stop(self, index: int, num_tokens: int, stop_string: str) -> None:
@@ -100,6 +103,9 @@ class BeamCall:
     ) -> list[TokenLogprobs]:
         """The likeliest next tokens behind every beam."""
         self.has_begun = False
+        # Alternatives that are only told are asked for too: they are past those that count.
+        count = max(num_candidates(self._beam, self._ends), asked.logprobs or 0)
+        is_first = not beams[0].token_ids
         call = self._call = self._open([
             replace(
                 asked,
@@ -107,7 +113,8 @@ class BeamCall:
                 choice=0,
                 prompt=asked.prompt + pack_ids(list(beam.token_ids)),
                 sampling=Sampling(temperature=0.0, max_tokens=1),
-                logprobs=num_candidates(self._beam, self._ends),
+                logprobs=count,
+                prompt_logprobs=asked.prompt_logprobs if is_first else None,
             )
             for index, beam in enumerate(beams)
         ])  # fmt: skip
@@ -118,6 +125,9 @@ class BeamCall:
                 for delta in await call.read():
                     self.has_begun = True
                     scored.update((delta.index, entry) for entry in delta.logprobs)
+                    if delta.prompt_logprobs:
+                        told = self._prompt_scores.setdefault(asked.index, [])
+                        told += delta.prompt_logprobs
                     if delta.finish is not None:
                         num_left -= 1
                         self._count(delta.finish)
@@ -142,7 +152,9 @@ class BeamCall:
             first._replace(decode_ns=first.decode_ns + took) if first else finish.timings
         )
 
-    def _delta(self, sequence: EngineSequence, found: Hypothesis) -> Delta:
+    def _delta(
+        self, sequence: EngineSequence, found: Hypothesis, scores: list[TokenLogprobs]
+    ) -> Delta:
         count = sequence.logprobs
         entries = [] if count is None else [_cut(entry, count) for entry in found.entries]
         finish = self._failed or Finish(
@@ -152,7 +164,7 @@ class BeamCall:
             self._usage if sequence.index == 0 else Usage(),
             self._timings or Timings(),
         )
-        return Delta(sequence.index, list(found.token_ids), entries, finish=finish)
+        return Delta(sequence.index, list(found.token_ids), entries, scores, finish=finish)
 
 
 def _cut(entry: TokenLogprobs, count: int) -> TokenLogprobs:

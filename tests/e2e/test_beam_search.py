@@ -83,6 +83,35 @@ async def test_every_face_searches_alike(faces: Faces, model: Any) -> None:
     assert first != second, "two beams of one search are two answers"
 
 
+async def test_echoed_prompts_have_the_scores_that_they_have_without_a_search(
+    faces: Faces,
+) -> None:
+    """Of several prompts too, and each token of the answer stands at its place behind them."""
+    body = {"prompt": PROMPTS[:2], "echo": True, "logprobs": 1}
+    found = await asked(faces, **body, n=2)
+    plain = await faces.http.post("/v1/completions", json={**body, "max_tokens": 0})
+    for number, choice in enumerate(found["choices"]):
+        own = choice["logprobs"]
+        prompt = plain.json()["choices"][number // 2]["logprobs"]
+        length = len(prompt["tokens"])
+        assert own["tokens"][:length] == prompt["tokens"]
+        assert own["token_logprobs"][1:length] == pytest.approx(
+            prompt["token_logprobs"][1:], abs=1e-3
+        )
+        assert "".join(own["tokens"]).removesuffix("<|eos|>") == choice["text"]
+        assert own["text_offset"][length] == len(PROMPTS[number // 2])
+
+
+async def test_as_many_alternatives_are_told_as_are_asked_for(faces: Faces) -> None:
+    """A search of one beam looks at two of them."""
+    found = await asked(faces, prompt=PROMPTS[0], n=1, logprobs=5)
+    (choice,) = found["choices"]
+    told = choice["logprobs"]["top_logprobs"]
+    assert [len(top) for top in told] == [5] * len(told)
+    alike = await asked(faces, prompt=PROMPTS[0], n=1)
+    assert choice["text"] == alike["choices"][0]["text"], "what is told changes no search"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
