@@ -57,13 +57,16 @@ class BeamSearch:
         """Takes the alternatives of every running beam's next token, best first behind the
         first."""
         beam, width = self._beam, self._beam.width
-        candidates = [
-            one.extended(entry, index, self._ends)
+        ranked = [
+            (one.logprob + entry.logprobs[index], one, entry, index)
             for one, entry in zip(self.running, scored, strict=True)
             for index in range(1, len(entry.token_ids))
         ]
-        candidates.sort(key=lambda one: -one.logprob)
-        candidates = candidates[: num_candidates(beam, self._ends)]
+        ranked.sort(key=lambda found: -found[0])
+        candidates = [  # only these: each is a copy of all tokens before it
+            one.extended(entry, index, self._ends)
+            for _, one, entry, index in ranked[: num_candidates(beam, self._ends)]
+        ]
         self._num_tokens += 1
         is_full_length = self._num_tokens == self._max_tokens
         found = [one for one in candidates[:width] if one.has_ended or is_full_length]

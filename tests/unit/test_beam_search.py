@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from frontend.beam_search import BeamSearch, num_candidates
+from frontend.beam_search import BeamSearch, Hypothesis, num_candidates
 from frontend.messages import TokenLogprobs
 from frontend.request import Beam
 
@@ -115,3 +115,24 @@ def test_control_every_knob_counts(model: Any, other: Beam) -> None:
         [ours(model, prompt, beam, ENDS, 7)[:3] for prompt in PROMPTS] for beam in (Beam(4), other)
     ]
     assert found[0] != found[1]
+
+
+def test_only_what_is_looked_at_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy is as long as what it goes on from: of all alternatives they stopped everybody."""
+    copied: list[int] = []
+    whole = Hypothesis.extended
+
+    def counted(
+        one: Hypothesis, entry: TokenLogprobs, index: int, ends: frozenset[int]
+    ) -> Hypothesis:
+        copied.append(index)
+        return whole(one, entry, index, ends)
+
+    monkeypatch.setattr(Hypothesis, "extended", counted)
+    beam, ends = Beam(3), frozenset(ENDS)
+    search = BeamSearch(beam, ends=ends, max_tokens=9)
+    likely = TokenLogprobs((0, *range(10, 30)), (0.0, *(-float(i) for i in range(1, 21))), 1)
+    for _ in range(3):
+        copied.clear()
+        search.advance([likely] * len(search.running))
+        assert len(copied) == num_candidates(beam, ends)
