@@ -19,7 +19,7 @@ from typing import cast
 from frontend.request import Chat
 from frontend.template import ChatTemplate
 from frontend.template_worker import HEAD, MEMORY_BYTES, READY, TEXT, TOO_LONG, serve
-from tidemill.runtime.errors import InternalError, InvalidRequest, Overloaded, ServiceError
+from tidemill.runtime.errors import InternalError, InvalidRequest, Overloaded, Unavailable
 
 _RENDERER = "transformers.utils.chat_template_utils"
 MAX_WORKERS = 4
@@ -161,6 +161,11 @@ class TemplatePool:
         """A worker has ended, at the hands of the job at its head."""
         if worker in self._workers:
             self._workers.remove(worker)
+        if self._is_closed:  # the end is ours: nobody's conversation is at fault
+            for job in worker.jobs:
+                if not job.done.done():
+                    job.done.set_exception(_closed())
+            return
         if not worker.jobs:
             return
         head = worker.jobs.popleft()
@@ -174,13 +179,15 @@ class TemplatePool:
     async def _send_again(self, job: _Job) -> None:
         try:
             (await self._free_worker()).send(job)
-        except ServiceError as error:
+        except Exception as failure:  # of the system, too: somebody waits for this job
             if not job.done.done():
-                job.done.set_exception(error)
+                job.done.set_exception(failure)
 
     async def _free_worker(self) -> _Worker:
         """The one with the fewest jobs of those that are not stuck, or a new one."""
         while True:
+            if self._is_closed:
+                raise _closed()
             able = [worker for worker in self._workers if not worker.is_stuck]
             if not able and self._workers:  # it may be this process that was away: hear them first
                 await asyncio.sleep(0)
@@ -190,7 +197,7 @@ class TemplatePool:
                 able = self._workers
             if able:
                 return min(able, key=lambda worker: len(worker.jobs))
-            if self._is_closed or self._num_failed >= _FAILED_STARTS:
+            if self._num_failed >= _FAILED_STARTS:
                 raise InternalError("the chat template's process has ended; see the log")
             if self._starting is None or self._starting.done():
                 self._starting = asyncio.create_task(self._add_worker())
@@ -210,6 +217,15 @@ class TemplatePool:
         self._num_failed = 0 if is_up else self._num_failed + 1
         if is_up:
             self._workers.append(worker)
+
+
+def _closed() -> Unavailable:
+    """Of a pool that ends with its server, or for another model's."""
+    return Unavailable(
+        "the chat template's process was ended, for this server stops or serves another model now; "
+        "try again shortly",
+        retry_after_ms=1000,
+    )
 
 
 def _too_much(what: str) -> InvalidRequest:

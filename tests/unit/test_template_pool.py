@@ -18,7 +18,7 @@ from frontend.request import Chat
 from frontend.template import RESERVED, ChatTemplate
 from frontend.template_pool import MAX_WORKERS, TemplatePool
 from tests.waiting import PATIENCE_S, until
-from tidemill.runtime.errors import InternalError, InvalidRequest, Overloaded
+from tidemill.runtime.errors import InternalError, InvalidRequest, Overloaded, Unavailable
 
 WHEN_BAD = "{{% if messages[0].content == 'bad' %}}{}{{% endif %}}<{{{{ messages[0].content }}}}>"
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -165,6 +165,41 @@ async def test_a_template_that_left_its_sandbox_would_open_no_file(tmp_path: Pat
     assert Spy("", {}).render(spied) == "secret", "the control: here it could"
     async with pool_of(Spy("", {})) as pool:
         assert await pool.render(spied) == "OSError24"
+
+
+async def test_a_pool_that_is_closed_blames_no_conversation() -> None:
+    """It is when an engine of another model comes: what is under way then may be sent again."""
+    async with pool_of(ChatTemplate(WHEN_BAD.format(ENDLESS), {})) as pool:
+        await pool.start()
+        tasks = [asyncio.create_task(pool.render(chat(text))) for text in ("bad", "a", "b")]
+        await until(lambda: len(pool._workers[0].jobs) == len(tasks))
+        await pool.close()
+        for task in tasks:
+            with pytest.raises(Unavailable) as caught:
+                await task
+            assert caught.value.retry_after_ms == 1000
+        with pytest.raises(Unavailable):
+            await pool.render(chat("a"))
+
+
+async def test_who_waits_hears_that_no_other_worker_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system may refuse that for reasons of its own, such as too many open files."""
+    async with pool_of(ChatTemplate(WHEN_BAD.format(ENDLESS), {})) as pool:
+        await pool.start()
+        tasks = [asyncio.create_task(pool.render(chat(text))) for text in ("bad", "a", "b")]
+        await until(lambda: len(pool._workers[0].jobs) == len(tasks))
+
+        def refused() -> None:
+            raise OSError(24, "Too many open files")
+
+        monkeypatch.setattr(template_pool, "prepare", refused)
+        with pytest.raises(InvalidRequest):
+            await tasks[0]
+        for task in tasks[1:]:
+            with pytest.raises(OSError, match="Too many open files"):
+                await task
 
 
 class Dead(ChatTemplate):
