@@ -27,7 +27,7 @@ from frontend.api.oip import (
     served,
     to_asked,
 )
-from frontend.api.oip_tensors import NUMBERS, Tensor, checked, pack, unpack
+from frontend.api.oip_tensors import NUMBERS, Tensor, check_count, checked, pack, unpack
 from frontend.request import Ingress
 from frontend.validation import check_streamed
 from tidemill import __version__
@@ -147,6 +147,7 @@ class OipServicer(TextServicer):
 
 
 def _tensors(request: Any) -> list[Tensor]:
+    check_count(len(request.inputs))
     raw = request.raw_input_contents
     if not raw:
         return [_tensor(one) for one in request.inputs]

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from frontend.api.http import JsonResponse
 from frontend.api.oip import VERSIONS, Answer
-from frontend.api.oip_tensors import MAX_DIMENSIONS, Tensor, checked, pack, unpack
+from frontend.api.oip_tensors import MAX_DIMENSIONS, MAX_TENSORS, Tensor, checked, pack, unpack
 from frontend.api.openai_request import parse
 from frontend.api.openai_schema import Body
 from tidemill.runtime.errors import InvalidRequest
@@ -48,7 +48,7 @@ class InferBody(Body):
 
     id: StrictStr | None = None
     parameters: dict[str, Any] | None = None
-    inputs: list[InputBody] = Field(min_length=1)
+    inputs: list[InputBody] = Field(min_length=1, max_length=MAX_TENSORS)
     outputs: list[OutputBody] | None = None
 
 

@@ -13,6 +13,8 @@ from frontend.validation import MAX_PROMPTS
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 MAX_DIMENSIONS = 8
+MAX_TENSORS = 256
+"""The text and its parameters, of which there are fewer."""
 NUMBERS: Mapping[str, str] = MappingProxyType(
     {
         "BOOL": "?", "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q", "INT8": "b",
@@ -37,12 +39,7 @@ def unpack(name: str, datatype: str, shape: tuple[int, ...], content: bytes) -> 
     if datatype == "BYTES":
         texts = list(islice(_texts(name, content), MAX_PROMPTS + 1))
         return checked(Tensor(name, datatype, shape, texts))
-    kind = NUMBERS.get(datatype)
-    if kind is None:
-        raise Unsupported(
-            f"{name} has datatype {datatype[:40]}; it must be BYTES or one of {', '.join(NUMBERS)}",
-            param=name,
-        )
+    kind = _kind_of(name, datatype)
     size = struct.calcsize(f"<{kind}")
     if len(content) % size:
         raise InvalidRequest(
@@ -61,7 +58,9 @@ def pack(values: Sequence[bytes]) -> bytes:
 
 def checked(tensor: Tensor) -> Tensor:
     """Raises InvalidRequest unless it has as many values as its shape says, and no more than can
-    be used."""
+    be used, and Unsupported for a datatype that nobody knows."""
+    if tensor.datatype != "BYTES":
+        _kind_of(tensor.name, tensor.datatype)
     if len(tensor.shape) > MAX_DIMENSIONS:
         raise InvalidRequest(
             f"{tensor.name} has {len(tensor.shape)} dimensions; it may have {MAX_DIMENSIONS}",
@@ -79,6 +78,28 @@ def checked(tensor: Tensor) -> Tensor:
             param=tensor.name,
         )
     return tensor
+
+
+def check_count(num_tensors: int) -> None:
+    """Raises InvalidRequest for more tensors than there are names for: reading them one by one
+    would hold up everybody."""
+    if num_tensors > MAX_TENSORS:
+        raise InvalidRequest(
+            f"the request has {num_tensors} input tensors; it may have {MAX_TENSORS}",
+            param="inputs",
+        )
+
+
+def _kind_of(name: str, datatype: str) -> str:
+    """What `struct` calls a number. Raises Unsupported for what is none."""
+    kind = NUMBERS.get(datatype)
+    if kind is None:
+        raise Unsupported(
+            f"{name[:80]} has datatype {datatype[:40]}; it must be BYTES or one of "
+            f"{', '.join(NUMBERS)}",
+            param=name[:80],
+        )
+    return kind
 
 
 def _texts(name: str, content: bytes) -> Any:

@@ -151,7 +151,10 @@ async def test_binary_tensors(http: httpx.AsyncClient) -> None:
         (body(text("a"), parameters={"sampling_parameters": "["}), 400, "is not JSON"),
         (body(text("a"), {"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]}), 400,
          "x has 2 values"),
+        (body(text("a"), {"name": "max_tokens", "datatype": "INT", "shape": [1], "data": [2]}), 400,
+         "max_tokens has datatype INT; it must be BYTES or one of BOOL"),
         ({"inputs": []}, 400, "inputs"),
+        (body(*[text("a")] * 257), 400, "inputs: List should have at most 256 items"),
     ],
 )  # fmt: skip
 async def test_what_is_wrong_is_named(
@@ -288,7 +291,10 @@ async def test_raw_contents(stub: Any) -> None:
 async def test_refusals_over_grpc(stub: Any) -> None:
     odd = request(b"a")
     odd.inputs.add(name="x", datatype="BF16", shape=[1])
+    many = request(b"a")
+    many.inputs.extend([odd.inputs[1]] * 256)
     for asked, code, param in (
+        (many, "INVALID_ARGUMENT", "inputs"),
         (request(b"\xff"), "INVALID_ARGUMENT", "text_input"),
         (request(b"a", tempratur=1), "UNIMPLEMENTED", "tempratur"),
         (odd, "UNIMPLEMENTED", "x"),
