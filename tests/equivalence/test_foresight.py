@@ -169,8 +169,10 @@ def canvases(which: int, *, overlaps: bool, foreseen_tokens: int = NEVER) -> Toy
         num_blocks = rng.randint(1, 3)
         length = block * num_blocks - (rng.randrange(block) if num_blocks > 1 else 0)
         knobs = random_knobs(rng, block, RULES) | {"block_length": block}
+        pinned = rng.randrange(length) if rng.random() < 0.5 else None
+        gap = length - (pinned == length - 1)
         if "steps" in knobs:
-            knobs["steps"] *= num_blocks
+            knobs["steps"] *= -(-gap // block)
         knobs["cache"] = rng.choice(["none", "prefix", "dual"])
         if knobs["cache"] != "none" and rng.random() < 0.5:
             knobs["refresh_interval"] = rng.randint(1, 4)
@@ -178,8 +180,8 @@ def canvases(which: int, *, overlaps: bool, foreseen_tokens: int = NEVER) -> Toy
         options["temperature"] = rng.choice([0.0, 0.9])
         options["logprobs"], options["min_tokens"] = rng.choice([None, 2]), rng.randint(0, length)
         options["emit_canvas"] = rng.random() < 0.5
-        if rng.random() < 0.5:
-            options["pinned"] = ((len(prompt) + rng.randrange(length), 3),)
+        if pinned is not None:
+            options["pinned"] = ((len(prompt) + pinned, 3),)
         engine.submit(prompt, length, FULL, knobs, **options)
     engine.run()
     return engine
