@@ -164,7 +164,7 @@ class IngressMiddleware:
         client left before any answer."""
         attributes: semconv.Attributes = {
             semconv.HTTP_METHOD: request.method,
-            semconv.URL_SCHEME: request.scope["scheme"],
+            semconv.URL_SCHEME: request.scope.get("scheme", "http"),  # a server need not say
             semconv.URL_PATH: request.scope["path"],
         }
         name, error = request.method, None

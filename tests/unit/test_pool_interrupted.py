@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,16 @@ import pytest
 from tidemill.llm import LLM
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Python raises no KeyboardInterrupt where it was started with the signal ignored, as a shell
+    does in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_nothing_of_a_pooled_call_is_left_where_its_end_is_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
