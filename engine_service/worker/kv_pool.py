@@ -37,8 +37,12 @@ class KVPool:
         self, backend: AttentionBackend, num_layers: int, num_pages: int, device: torch.device
     ) -> None:
         self.num_pages = num_pages
-        self.caches = tuple(backend.empty_cache(num_pages + 1, device) for _ in range(num_layers))
-        """One per layer, with num_pages + 1 pages."""
+        of_all = backend.empty_cache(num_layers * (num_pages + 1), device)
+        layers = num_layers, num_pages + 1
+        self.k, self.v = (part.unflatten(0, layers) for part in (of_all.k, of_all.v))
+        """[L, N, G, K, D], so that a page is one view in all layers."""
+        self.caches = tuple(LayerCache(k=k, v=v) for k, v in zip(self.k, self.v, strict=True))
+        """One per layer, with N = num_pages + 1 pages."""
 
     @property
     def trash_page(self) -> int:

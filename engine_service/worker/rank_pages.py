@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import torch
 
-from engine_service.attention.base import LayerCache
 from engine_service.core.handoff import KvLayout
 from engine_service.distributed import Group
 from engine_service.models.base import ModelTraits
@@ -43,21 +42,21 @@ class RankPages:
 
     def __init__(
         self,
-        caches: Sequence[LayerCache],
+        k: torch.Tensor,
+        v: torch.Tensor,
         traits: ModelTraits,
         group: Group,
         device: torch.device,
     ) -> None:
-        """`caches` of this rank's layers. `format` and `held` are what whole pages are and what it
-        has of them, by its `share`."""
-        first = caches[0].k
-        _, page_size, _, head_dim = first.shape
+        """`k` and `v` are [l, N, G, k, D]. `format` and `held` are what whole pages are and what
+        this rank has of them, by its `share`."""
+        _, _, page_size, _, head_dim = k.shape
         num_layers, num_heads = traits.num_layers, traits.num_kv_heads
-        self.format = PageFormat((num_layers, 2, page_size, num_heads, head_dim), first.dtype)
+        self.format = PageFormat((num_layers, 2, page_size, num_heads, head_dim), k.dtype)
         self.share = share_of(group, num_layers, num_heads)
         held = len(self.share.layers), 2, page_size, len(self.share.heads), head_dim
-        self.held = PageFormat(held, first.dtype)
-        self._parts = [part for cache in caches for part in (cache.k, cache.v)]
+        self.held = PageFormat(held, k.dtype)
+        self._k, self._v = k, v
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._is_staged = group.stage.count > 1
@@ -68,8 +67,9 @@ class RankPages:
         with self._beside():
             # One way to the host for all of them.
             found = torch.empty_like(host, device=self.device) if self._stream else host
-            for part, place in self._views(pages, found):
-                place.copy_(part)
+            for page, place in zip(pages, found, strict=True):
+                for part, of_page in self._parts(page, place):
+                    of_page.copy_(part)
             if found is not host:
                 host.copy_(found)
         return host
@@ -77,17 +77,16 @@ class RankPages:
     def write(self, pages: Sequence[int], host: torch.Tensor) -> None:
         """[N, l, 2, G, k, D] on the host."""
         with self._beside():
-            for part, place in self._views(pages, host.to(self.device)):
-                part.copy_(place)
+            for page, values in zip(pages, host.to(self.device), strict=True):
+                for part, of_page in self._parts(page, values):
+                    part.copy_(of_page)
 
-    def _views(
-        self, pages: Sequence[int], whole: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """[G, k, D] of each page, layer, keys and values here, and where it is in `whole`. Copied
-        as views: pages that lie head by head take a CPU four times as long by an index."""
-        for page, places in zip(pages, whole.flatten(1, 2), strict=True):
-            for part, place in zip(self._parts, places, strict=True):
-                yield part[page], place
+    def _parts(
+        self, page: int, place: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """A page's keys and its values, [l, G, k, D] each, and where they are in [l, 2, G, k, D].
+        Copied as views: indexed by a tensor, rows of one head take four times as long on a CPU."""
+        return (self._k[:, page], place[:, 0]), (self._v[:, page], place[:, 1])
 
     @contextmanager
     def _beside(self) -> Iterator[None]:

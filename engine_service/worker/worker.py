@@ -170,7 +170,7 @@ class Worker:
         with self._stage("kv", lambda: pool_advice(self.resolved)):
             pool = self._create_pool(config, room, backend)
             self.kv_bytes = pool.num_pages * page_bytes(backend.shape, self._num_layers)
-            self.pages = RankPages(pool.caches, self.traits, self.group, self.device)
+            self.pages = RankPages(pool.k, pool.v, self.traits, self.group, self.device)
         with self._stage("tables", lambda: pool_advice(self.resolved)):
             tables = self._create_tables(pool, in_pieces=decides_in_pieces(model))
             for strategy in self.strategies.values():

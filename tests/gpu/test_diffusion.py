@@ -181,11 +181,12 @@ def test_captured_blocks_that_need_whole_logits(
 
 
 def test_dreams_canvas(tmp_path: Path) -> None:
-    """Logits of the position before, and steps that draw positions."""
+    """Logits of the position before, steps that draw positions, and every third request guided."""
     write(Case(name="dream", kind="Qwen2", edit=as_dream), tmp_path, seed=5)
     prompts = random_prompts(3, 8, VOCAB)
     rules = ("maskgit_plus", "topk_margin", "entropy", "origin")
     knobs = [{"remasking": rules[index % 4], "steps": 12} for index in range(8)]
+    knobs[::3] = [{**guided, "cfg_scale": 1.5} for guided in knobs[::3]]
     want = tokens(tmp_path, "cpu", prompts, knobs)
     assert tokens(tmp_path, "cuda", prompts, knobs) == want
     assert tokens(tmp_path, "cpu", prompts, knobs[1:] + knobs[:1]) != want, "the control"

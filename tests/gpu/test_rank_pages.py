@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine_service.attention.base import LayerCache
 from engine_service.distributed import Group
 from engine_service.stages import Stage
 from engine_service.worker.page_store import PageStore
@@ -21,29 +20,29 @@ LONG = 500_000_000
 
 
 def make(num_stages: int) -> tuple[RankPages, torch.Tensor]:
+    """And its keys and values, [2, l, N, G, K, D]."""
     device = torch.device("cuda")
-    part = torch.zeros(4, 8, 2, 16, dtype=torch.bfloat16, device=device)
+    parts = torch.zeros(2, 2, 4, 8, 2, 16, dtype=torch.bfloat16, device=device)
     traits: Any = SimpleNamespace(num_layers=2 * num_stages, num_kv_heads=2)
     group = Group(0, 1, Stage(0, num_stages))
-    caches = [LayerCache(k=part, v=part) for _ in range(2)]
-    return RankPages(caches, traits, group, device), part
+    return RankPages(parts[0], parts[1], traits, group, device), parts
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_pages_are_moved_behind_the_steps_of_a_stage(num_stages: int) -> None:
     """Beside them where there is one stage, which has collected what it reads and writes."""
-    pages, part = make(num_stages)
+    pages, parts = make(num_stages)
     ones = torch.ones(1, *pages.held.shape, dtype=torch.bfloat16)
     pages.write([1], 0 * ones)  # kernels are loaded by now, which waits for the whole device
     assert not pages.read([1]).any()
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
-    part.fill_(3)
+    parts.fill_(3)
     found = pages.read([1])
     assert torch.equal(found, (3 if num_stages > 1 else 0) * ones)
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
-    part.fill_(5)
+    parts.fill_(5)
     pages.write([1], ones)
     torch.cuda.synchronize()
     assert torch.equal(pages.read([1]), (1 if num_stages > 1 else 5) * ones)
@@ -52,12 +51,12 @@ def test_pages_are_moved_behind_the_steps_of_a_stage(num_stages: int) -> None:
 
 def test_pieces_go_through_pinned_memory() -> None:
     """On both sides; the files of another process are mapped as these are."""
-    (source, part), (target, other) = make(1), make(1)
-    part.normal_()
+    (source, parts), (target, others) = make(1), make(1)
+    parts.normal_()
     sending, taking = PageStore(source), PageStore(target)
     for pages, places in (([2, 0], [3, 1]), ([1], [2])):
         taking.write(places, sending.read(1, pages), 0)
-        assert torch.equal(other[places], part[pages])
+        assert torch.equal(others[:, :, places], parts[:, :, pages])
     written = [file.memory for file in sending._files._used[1]]
     read = [mapping.memory for mapping in taking._views._mapped.values()]
     assert len(written) == len(read) == 2

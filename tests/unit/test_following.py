@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine_service.attention.base import LayerCache
 from engine_service.config import EngineConfig
 from engine_service.distributed import Group
 from engine_service.ranks.broadcast import Ended
@@ -28,9 +27,8 @@ class Pages(RankPages):
     """Two pages of a layer and a head, whose moves are noted."""
 
     def __init__(self, done: list[str]) -> None:
-        part, traits = torch.zeros(2, 4, 1, 8), SimpleNamespace(num_layers=1, num_kv_heads=1)
-        caches = [LayerCache(k=part, v=part)]
-        super().__init__(caches, traits, Group(), torch.device("cpu"))  # type: ignore[arg-type]
+        part, traits = torch.zeros(1, 2, 4, 1, 8), SimpleNamespace(num_layers=1, num_kv_heads=1)
+        super().__init__(part, part, traits, Group(), torch.device("cpu"))  # type: ignore[arg-type]
         self._done = done
 
     def read(self, pages: Any) -> torch.Tensor:

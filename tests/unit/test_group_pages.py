@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine_service.attention.base import LayerCache
 from engine_service.distributed import Group
 from engine_service.ranks.group_pages import Flights, GroupPages
 from engine_service.ranks.watcher import Watcher
@@ -28,10 +27,9 @@ SHARE_BYTES = 2 * PAGE * HEAD * 4
 
 def own(num_heads: int, num_ranks: int = 2) -> RankPages:
     """Of the first rank of several, of a model of one layer."""
-    part = torch.randn(PAGES, PAGE, max(1, num_heads // num_ranks), HEAD)
+    part = torch.randn(1, PAGES, PAGE, max(1, num_heads // num_ranks), HEAD)
     traits: Any = SimpleNamespace(num_layers=1, num_kv_heads=num_heads)
-    caches = [LayerCache(k=part, v=part + 1)]
-    return RankPages(caches, traits, Group(0, num_ranks), torch.device("cpu"))
+    return RankPages(part, part + 1, traits, Group(0, num_ranks), torch.device("cpu"))
 
 
 def test_shares_are_joined_and_copies_are_not_asked_for() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine_service.attention.base import LayerCache
 from engine_service.distributed import ALONE
 from engine_service.worker.page_store import PageStore
 from engine_service.worker.rank_pages import RankPages
@@ -20,10 +19,9 @@ SHAPE = (6, 4, 2, 8)
 
 def make(dtype: torch.dtype = torch.float32) -> tuple[RankPages, list[torch.Tensor]]:
     torch.manual_seed(0)
-    parts = [torch.randn(SHAPE).to(dtype) for _ in range(4)]
-    caches = [LayerCache(k=parts[0], v=parts[1]), LayerCache(k=parts[2], v=parts[3])]
+    k, v = (torch.randn(2, *SHAPE).to(dtype) for _ in "kv")
     traits: Any = SimpleNamespace(num_layers=2, num_kv_heads=SHAPE[2])
-    return RankPages(caches, traits, ALONE, torch.device("cpu")), parts
+    return RankPages(k, v, traits, ALONE, torch.device("cpu")), [k[0], v[0], k[1], v[1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
