@@ -73,7 +73,8 @@ class EngineConfig:
     max_rows: int | None = None
     """Requests that run at the same time; default 64 on CPU, 256 on CUDA."""
     token_budget: int | None = None
-    """Query tokens per step; default 1024 on CPU, 8192 on CUDA."""
+    """Query tokens per step; default 1024 on CPU, 8192 on CUDA, there two to four times as many for
+    models of a hidden size below 1449."""
     logit_budget: int | None = None
     """Rows of logits per step; default: max_rows times the largest decision of a method."""
     canvas_budget: int | None = None

@@ -18,6 +18,11 @@ from tidemill.runtime.errors import InvalidRequest
 
 CANVAS_BLOCK = 32
 """Positions that a row of a full-canvas model decides on at once, unless a request says more."""
+_LAUNCH_BOUND_WIDTH, _MOST_STEPS_IN_ONE = 2048, 4
+"""Below this hidden size a CUDA device computes the default step sooner than the host launches its
+layers one by one (0.6B, 8,192 tokens: 16 and 22 to 33 ms), so that prompts wait for the host: such
+models get longer steps, at most four in one. docs/performance.md, "Longer steps of small models".
+"""
 _LOGIT_CHUNK_BYTES = 256 << 20
 """float32 logits that exist at once; sampling needs about eight times as much beside them."""
 
@@ -74,7 +79,8 @@ def resolve(config: EngineConfig, traits: ModelTraits, device: torch.device) -> 
         reasons.append(f"max_rows {max_rows}: default on {device.type}")
     token_budget = config.token_budget
     if token_budget is None:
-        token_budget = max(defaults.token_budget, max_model_len if sees_all else max_rows * block)
+        least = max_model_len if sees_all else max_rows * block
+        token_budget = max(_step_tokens(defaults.token_budget, traits, device), least)
         reasons.append(
             f"token_budget {token_budget}: a whole canvas in one step"
             if sees_all
@@ -100,6 +106,15 @@ def resolve(config: EngineConfig, traits: ModelTraits, device: torch.device) -> 
         logit_chunk=min(logit_budget, max(block, fitting)),
         reasons=tuple(reasons),
     )
+
+
+def _step_tokens(default: int, traits: ModelTraits, device: torch.device) -> int:
+    """A layer's computing grows with the square of its width, launching it does not."""
+    steps = 1
+    if device.type == "cuda":
+        while 2 * steps * traits.hidden_size**2 <= _LAUNCH_BOUND_WIDTH**2:
+            steps *= 2
+    return default * min(steps, _MOST_STEPS_IN_ONE)
 
 
 def _canvas_budget(chosen: int | None, token_budget: int) -> int:

@@ -200,7 +200,7 @@ class StepOutput(NamedTuple):
     """(row, tokens of its prompt that came out of the cache), with the row's first tokens."""
 
 
-STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 """Upper bounds of the buckets in which steps are counted."""
 
 

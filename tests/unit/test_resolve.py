@@ -13,8 +13,18 @@ from engine_service.resolve import resolve
 from tidemill.runtime.errors import InvalidRequest
 
 
-def run(device: str = "cpu", *, block: int = 1, length: int = 1000, vocab: int = 1000, **flags):
-    traits = SimpleNamespace(mask_block=block, max_model_len=length, vocab_size=vocab)
+def run(
+    device: str = "cpu",
+    *,
+    block: int = 1,
+    length: int = 1000,
+    vocab: int = 1000,
+    hidden: int = 4096,
+    **flags,
+):
+    traits = SimpleNamespace(
+        mask_block=block, max_model_len=length, vocab_size=vocab, hidden_size=hidden
+    )
     return resolve(EngineConfig(**flags), traits, torch.device(device))
 
 
@@ -46,6 +56,16 @@ def test_a_model_that_sees_everything_needs_its_whole_canvas_in_one_step():
     assert (got.page_size, got.table_width, got.token_budget) == (16, 4096, 4096)
     assert got.logit_budget == 64 * 32
     assert run("cuda", block=FULL, length=4096).token_budget == 8192
+
+
+@pytest.mark.parametrize(
+    ("hidden", "tokens"),
+    [(64, 32_768), (1024, 32_768), (1025, 16_384), (1448, 16_384), (1449, 8192), (4096, 8192)],
+)
+def test_small_models_take_longer_steps_where_launching_takes_longest(hidden: int, tokens: int):
+    assert run("cuda", hidden=hidden).token_budget == tokens
+    assert run("cuda", hidden=hidden, token_budget=70).token_budget == 70
+    assert run("cpu", hidden=hidden).token_budget == 1024
 
 
 def test_chosen_values_stay_and_need_no_reason():
