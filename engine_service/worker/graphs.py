@@ -25,12 +25,10 @@ from engine_service.worker.buckets import (
     Bucket,
     find_bucket,
     find_forward_bucket,
-    pad,
-    pad_forward,
-    padding_forward,
 )
 from engine_service.worker.checkpoint import Report
 from engine_service.worker.layout import StepLayout, lay_out
+from engine_service.worker.padding import pad, pad_forward, padding_forward
 from engine_service.worker.program import States, StepProgram
 from engine_service.worker.shortage import is_out_of_memory
 

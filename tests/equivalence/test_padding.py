@@ -29,11 +29,9 @@ from engine_service.worker.buckets import (
     find_bucket,
     find_forward_bucket,
     list_buckets,
-    pad,
-    pad_forward,
-    padding_forward,
 )
 from engine_service.worker.layout import StepLayout
+from engine_service.worker.padding import pad, pad_forward, padding_forward
 from engine_service.worker.program import StepProgram
 from tests.models.checkpoints import SIZES, Case, write
 from tidemill.llm import LLM

@@ -11,8 +11,9 @@ from engine_service.core.step import FULL, PageAppend, Span
 from engine_service.core.strategy import KeyChoice
 from engine_service.staging import stage
 from engine_service.worker.batch import ForwardBatch, bind_batch, columns_of
-from engine_service.worker.buckets import Bucket, pad
+from engine_service.worker.buckets import Bucket
 from engine_service.worker.layout import StepLayout, lay_out
+from engine_service.worker.padding import pad
 from engine_service.worker.pool_rows import PoolKind, PoolRows
 from engine_service.worker.tables import RowTables
 from tests.row_builders import causal_span, make_row

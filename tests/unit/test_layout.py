@@ -16,10 +16,10 @@ from engine_service.worker.buckets import (
     find_forward_bucket,
     list_buckets,
     list_whole_canvases,
-    pad,
     row_sizes,
 )
 from engine_service.worker.layout import StepLayout, lay_out, numbered
+from engine_service.worker.padding import pad
 from engine_service.worker.tables import RowTables
 from tests.row_builders import make_row
 
