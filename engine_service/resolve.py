@@ -11,6 +11,7 @@ import torch
 
 from engine_service.config import EngineConfig
 from engine_service.core.step import FULL, granularity
+from engine_service.launching import launch_bound
 from engine_service.limits import check, role_refused
 from engine_service.models.base import ModelTraits
 from tidemill.ranges import require_at_least
@@ -18,11 +19,9 @@ from tidemill.runtime.errors import InvalidRequest
 
 CANVAS_BLOCK = 32
 """Positions that a row of a full-canvas model decides on at once, unless a request says more."""
-_LAUNCH_BOUND_WIDTH, _MOST_STEPS_IN_ONE = 2048, 4
-"""Below this hidden size a CUDA device computes the default step sooner than the host launches its
-layers one by one (0.6B, 8,192 tokens: 16 and 22 to 33 ms), so that prompts wait for the host: such
-models get longer steps, at most four in one. docs/performance.md, "Longer steps of small models".
-"""
+_MOST_STEPS_IN_ONE = 4
+"""Of a model that a CUDA device computes sooner than the host launches it, so that prompts wait for
+the host. docs/performance.md, "Longer steps of small models"."""
 _LOGIT_CHUNK_BYTES = 256 << 20
 """float32 logits that exist at once; sampling needs about eight times as much beside them."""
 
@@ -109,12 +108,12 @@ def resolve(config: EngineConfig, traits: ModelTraits, device: torch.device) -> 
 
 
 def _step_tokens(default: int, traits: ModelTraits, device: torch.device) -> int:
-    """A layer's computing grows with the square of its width, launching it does not."""
+    """Twice as many as are computed for as long as they are launched, in a power of two steps."""
     steps = 1
     if device.type == "cuda":
-        while 2 * steps * traits.hidden_size**2 <= _LAUNCH_BOUND_WIDTH**2:
+        while steps < _MOST_STEPS_IN_ONE and steps * default <= launch_bound(traits.hidden_size):
             steps *= 2
-    return default * min(steps, _MOST_STEPS_IN_ONE)
+    return default * steps
 
 
 def _canvas_budget(chosen: int | None, token_budget: int) -> int:

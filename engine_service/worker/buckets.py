@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from engine_service.core.step import FULL
 from engine_service.core.strategy import DecodeStrategy
+from engine_service.launching import LAUNCH_BOUND
 from engine_service.models.base import ModelTraits
 from engine_service.resolve import CANVAS_BLOCK, ResolvedConfig
 from engine_service.sampling.batch import Wants
@@ -18,9 +19,6 @@ from engine_service.worker.layout import StepLayout
 MAX_TOKENS = 512
 """Largest captured step of ragged spans. Above, the device needs longer than its launches."""
 
-LAUNCH_BOUND = 1024
-"""Tokens that an 8B model computes for about as long as it is launched. Steps of more are replayed
-where an eighth is padded at most: of such a model padding costs more than launches."""
 _CANVAS_SIZES = (
     *range(64, 512, 64),
     *range(512, 1024, 128),
@@ -185,7 +183,11 @@ def find_bucket(layout: StepLayout, buckets: Sequence[Bucket]) -> Bucket | None:
 
 def find_forward_bucket(layout: StepLayout, buckets: Sequence[Bucket]) -> Bucket | None:
     """The first of those that decide nothing with room for the step; None where it must be
-    launched, as where some canvases stand aside and others do not."""
+    launched, as where some canvases stand aside and others do not.
+
+    Steps of more than LAUNCH_BOUND are replayed where an eighth is padded at most: of an 8B model
+    padding costs more than launches.
+    """
     aside = layout.aside
     if aside is not None and len(layout.rows):
         return None

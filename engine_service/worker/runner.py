@@ -14,10 +14,10 @@ import torch
 
 from engine_service.core.step import Decisions, NewRow, Span, SteadyRows, StepPlan
 from engine_service.core.strategy import KeyChoice
+from engine_service.launching import LAUNCH_BOUND
 from engine_service.stages import Heard
 from engine_service.staging import HostCopies, stage
 from engine_service.worker.batch import ForwardBatch, bind_batch, columns_of
-from engine_service.worker.buckets import LAUNCH_BOUND
 from engine_service.worker.decisions import split_decided, split_scored
 from engine_service.worker.graphs import StepGraphs
 from engine_service.worker.layout import StepLayout, lay_out, numbered
