@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from engine_service.config import EngineConfig
-from engine_service.core.params import SamplingParams
+from engine_service.core.params import SamplingParams, given
 from engine_service.core.strategy import DecodeStrategy
 from tidemill.runtime.errors import InvalidRequest
 
@@ -32,7 +32,7 @@ def read_sampling(generation_config: dict[str, Any]) -> SamplingParams:
 def read_knobs(config: EngineConfig, strategy: DecodeStrategy | None) -> dict[str, Any]:
     """All knobs of the default method; encoders have none. Raises InvalidRequest."""
     if strategy is not None:
-        return asdict(strategy.parse(config.default_params))
+        return asdict(strategy.parse(given(config.default_params)))
     if config.default_params:
         raise InvalidRequest(
             "default_params are of decoding methods, and this model is an encoder; leave them out",

@@ -24,6 +24,7 @@ from engine_service.core.params import (
     DecodingChoice,
     ResolvedSampling,
     SamplingParams,
+    given,
 )
 from engine_service.core.pinning import Pinned, num_at_end, output_through, read_pinned
 from engine_service.core.strategy import DecodeStrategy, ModelFacts
@@ -77,7 +78,7 @@ class Admission:
         self._capacity = capacity
         self._strategies = dict(strategies)
         self._default_method = default_method
-        self._default_params = dict(default_params)
+        self._default_params = given(default_params)
         self._defaults = defaults
         self._seed = seed
         self._eos_ids = frozenset(model.eos_token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -100,12 +101,20 @@ class MethodParams:
         return self
 
 
+def given(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those that are null, which stands for not given, as for fields of OpenAI's bodies."""
+    return {name: value for name, value in knobs.items() if value is not None}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodingChoice:
     """The decoding method a request names (None: the engine's default) and its raw knobs."""
 
     method: str | None = None
     params: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", given(self.params))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

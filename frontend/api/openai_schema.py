@@ -195,7 +195,7 @@ class GenerationBody(Body):
     """Names requests that share much of their prompts, for session affinity among several engines;
     equal beginnings share their pages without it."""
     decoding: DecodingBody | None = None
-    """Decoding method and its knobs; unknown knobs are refused by the engine."""
+    """Decoding method and its knobs; unknown knobs are refused by the engine, null is not given."""
     threshold: StrictFloat | None = None
     """Diffusion: the same as decoding.params.threshold."""
     steps: StrictInt | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -114,6 +115,14 @@ def test_knobs_are_parsed_once_and_default_knobs_belong_to_the_default_method() 
     assert admit(admission, method=AR).strategy.name == AR
     other = admit(admission, knobs={"remasking": "sequential"}).params
     assert other == RevealKnobs(remasking="sequential", steps=8)
+
+
+def test_a_knob_that_is_null_was_not_given_whichever_it_is() -> None:
+    plain = admit(desk(), method=BLOCK)
+    for field in fields(RevealKnobs):
+        assert admit(desk(), method=BLOCK, knobs={field.name: None}).params == plain.params
+    admission = desk(default_method=BLOCK, default_params={"threshold": 0.5, "factor": None})
+    assert admit(admission, knobs={"threshold": None}).params.threshold == 0.5
 
 
 def test_a_wrong_engine_default_fails_at_start_up() -> None:
