@@ -27,7 +27,7 @@ from frontend.request import Chat, Ingress, Prompt, TextRequest, session_of, sha
 from frontend.result import ChoiceResult
 from frontend.sequences import sequence_of
 from frontend.served import ServedModel
-from frontend.validation import DEFAULT_COMPLETION_TOKENS, check_request, context_exceeded
+from frontend.validation import DEFAULT_COMPLETION_TOKENS, check_request, check_size
 from tidemill.runtime.errors import InvalidRequest, ServiceError, Unsupported
 
 if TYPE_CHECKING:
@@ -216,12 +216,9 @@ class Generation:
 
     def _check_size(self, num_tokens: int) -> None:
         """Refuses what cannot fit before the time is spent to encode it."""
-        limit, options = self.model.facts.max_model_len, self._request.options
-        if num_tokens >= limit and options.truncate_prompt_tokens is None:
-            max_tokens = options.sampling.max_tokens
-            asked = 1 if max_tokens is None else max_tokens
-            param = self._request.prompt_param
-            raise context_exceeded(param, num_tokens, asked, limit, is_exact=False)
+        if self._request.options.truncate_prompt_tokens is None:
+            limit = self.model.facts.max_model_len
+            check_size(num_tokens, self._request, limit, is_exact=False)
 
     def _submit(self) -> Call | BeamCall:
         options = self._request.options

@@ -112,8 +112,9 @@ class PoolWalk:
         keep = limit if keep == -1 else keep
         pair_start = None
         if isinstance(given, tuple) and not isinstance(given, TextPair):
-            check_ids(request.param, given, model.facts.vocab_size)
             token_ids = list(given[:keep])
+            if len(token_ids) <= limit:  # more are refused below, without a look at each of them
+                check_ids(request.param, token_ids, model.facts.vocab_size)
         else:
             left, right = given if isinstance(given, TextPair) else (given, None)
             if "" in (left, right):

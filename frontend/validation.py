@@ -7,6 +7,7 @@ callers that speak token ids get the same answers.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import TypeVar
 
 from frontend.beam_rules import check_beam
 from frontend.messages import EngineFacts
@@ -23,6 +24,7 @@ MAX_KNOB_DEPTH = 8
 """Objects and lists inside of each other. protobuf reads some 45 of them, and an engine that cannot
 read a message gives up the whole session, with all other requests in it."""
 DEFAULT_COMPLETION_TOKENS = 16
+Ids = TypeVar("Ids", list[int], tuple[int, ...])
 
 
 def check_request(request: TextRequest, facts: EngineFacts, max_n: int) -> None:
@@ -60,7 +62,9 @@ def check_request(request: TextRequest, facts: EngineFacts, max_n: int) -> None:
             )
     for prompt in request.prompts:
         if isinstance(prompt, tuple):
-            check_ids(request.prompt_param, prompt, facts.vocab_size)
+            kept = truncated(prompt, options, facts.max_model_len)
+            check_size(len(kept), request, facts.max_model_len)  # ahead of a look at each of them
+            check_ids(request.prompt_param, kept, facts.vocab_size)
         if prompt in ("", ()):
             raise InvalidRequest(
                 f"{request.prompt_param} is empty; it needs at least one token",
@@ -88,7 +92,15 @@ def fit(
     return token_ids, max_tokens
 
 
-def truncated(token_ids: list[int], options: Options, limit: int) -> list[int]:
+def check_size(num_tokens: int, request: TextRequest, limit: int, *, is_exact: bool = True) -> None:
+    """Raises InvalidRequest for a prompt of so many tokens, which no answer fits behind."""
+    if num_tokens >= limit:
+        max_tokens = request.options.sampling.max_tokens
+        asked = 1 if max_tokens is None else max_tokens
+        raise context_exceeded(request.prompt_param, num_tokens, asked, limit, is_exact=is_exact)
+
+
+def truncated(token_ids: Ids, options: Options, limit: int) -> Ids:
     """What `truncate_prompt_tokens` leaves of a prompt in a context of `limit` tokens."""
     keep = options.truncate_prompt_tokens
     if keep is None:

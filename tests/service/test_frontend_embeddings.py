@@ -108,6 +108,9 @@ async def test_inputs_are_truncated_only_when_asked(tmp_path: Path) -> None:
                 assert answer.json()["usage"]["prompt_tokens"] == size
                 vector = answer.json()["data"][0]["embedding"]
                 assert vector == pytest.approx(expected(text[:size]), abs=1e-6)
+        too_long = {"model": "fake", "input": [999_999] * 9}  # whose ids are not looked at
+        answer = await http.post("/v1/embeddings", json=too_long)
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(
