@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tidemill.given import several
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 Fields = dict[str, Any]
@@ -45,12 +46,14 @@ def message_fields(messages: Conversation) -> list[Fields]:
     """ChatMessages. Raises InvalidRequest, and Unsupported for keys that they do not have."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    listed = several("messages", messages, "a text, or a list of messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(listed)]
 
 
 def tool_fields(tools: Sequence[Tool]) -> list[Fields]:
     """Tools, with their schemas as JSON. Raises as `message_fields`."""
-    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    listed = several("tools", tools, "a list of tools in OpenAI's form")
+    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(listed)]
 
 
 def choice_fields(choice: str | Mapping[str, Any]) -> Fields:
@@ -80,6 +83,7 @@ def _message(message: Message, place: str) -> Fields:
         if key in given:
             fields["reasoning"] = _text(given[key], f"{place}.{key}")
     if calls:
+        calls = several(f"{place}.tool_calls", calls, "a list of tool calls")
         fields["tool_calls"] = [
             _call(call, i, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)
         ]

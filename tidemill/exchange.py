@@ -20,6 +20,7 @@ from tidemill.conversation import (
     to_tool_call,
     tool_fields,
 )
+from tidemill.given import printable, settle_options, several, wrong_kind
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.sampling_params import BeamSearchParams, SamplingParams
 
@@ -59,6 +60,9 @@ class CallOptions:
     """False: only the first call of an answer is told (chat only)."""
     traceparent: str = ""
     """W3C trace context of the caller; default: OpenTelemetry's current span, if there is one."""
+
+    def __post_init__(self) -> None:
+        settle_options(self, beside=("template", "tools", "tool_choice"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +146,12 @@ def text_fields(
     prompt: str | Sequence[int], params: Params | None, options: CallOptions | None
 ) -> Fields:
     """Fields of a request for text; without `params` the engine's defaults and 16 tokens."""
-    options = options or CallOptions()
+    options = checked_options(options)
     _refuse(options, "generate", _CHAT_ONLY)
-    content = {"text": prompt} if isinstance(prompt, str) else {"tokens": {"token_ids": prompt}}
+    if isinstance(prompt, str):
+        content: Fields = {"text": prompt}
+    else:
+        content = {"tokens": {"token_ids": several("prompt", prompt, "a text or token ids")}}
     chosen = params or SamplingParams()
     return {"prompt": content, "options": _options(chosen, options), "echo": options.echo}
 
@@ -153,7 +160,7 @@ def chat_fields(
     messages: Conversation, params: Params | None, options: CallOptions | None
 ) -> Fields:
     """Fields of a request for a chat; without `params` it may fill the context."""
-    options = options or CallOptions()
+    options = checked_options(options)
     _refuse(options, "chat", ("echo",))
     chosen = params or SamplingParams(max_tokens=None)
     fields: Fields = {"messages": message_fields(messages), "options": _options(chosen, options)}
@@ -167,7 +174,7 @@ def infill_fields(
 ) -> Fields:
     """Fields of a request for what stands between two texts: `max_tokens` of `params`, 16 without
     them, is the length of the gap."""
-    options = options or CallOptions()
+    options = checked_options(options)
     _refuse(options, "infill", ("echo", *_CHAT_ONLY))
     sampling = _options(params or SamplingParams(), options)
     gap = sampling["sampling"].pop("max_tokens")
@@ -182,14 +189,23 @@ def tokenize_fields(text: Conversation, add_special_tokens: bool | None) -> Fiel
     return {"messages": {"messages": message_fields(text)}, **fields}
 
 
+def checked_options(options: CallOptions | None) -> CallOptions:
+    """The options of a call, or those of one that has none. Raises InvalidRequest for others."""
+    if options is None:
+        return CallOptions()
+    if not isinstance(options, CallOptions):
+        raise wrong_kind("options", options, "CallOptions or None")
+    return options
+
+
 def timeout_of(options: CallOptions | None) -> float | None:
     """The call's deadline in seconds."""
-    return None if options is None else options.timeout_s
+    return checked_options(options).timeout_s
 
 
 def metadata_of(options: CallOptions | None) -> tuple[tuple[str, str], ...]:
     """What travels beside the request. Raises InvalidRequest for what cannot."""
-    given = options or CallOptions()
+    given = checked_options(options)
     pairs = (
         ("x-request-id", printable("request_id", given.request_id)),
         ("x-priority", str(given.priority) if given.priority else ""),
@@ -197,18 +213,6 @@ def metadata_of(options: CallOptions | None) -> tuple[tuple[str, str], ...]:
         ("traceparent", printable("traceparent", given.traceparent)),
     )
     return tuple((name, value) for name, value in pairs if value)
-
-
-def printable(field: str, value: str) -> str:
-    """The value, if metadata can hold it. The error does not show it: it may be a key."""
-    wrong = [at for at, letter in enumerate(value) if not " " <= letter <= "~"]
-    if not wrong:
-        return value
-    raise InvalidRequest(
-        f"{field}: character {wrong[0] + 1} of {len(value)} is not printable ASCII, which metadata "
-        "must be; leave it out (a line's end, from the file that it was read from?)",
-        param=field,
-    )
 
 
 def to_completion(answer: Any) -> Completion:
@@ -268,6 +272,8 @@ def _refuse(options: CallOptions, method: str, names: Sequence[str]) -> None:
 def _chat_options(options: CallOptions) -> Fields:
     chat: Fields = {}
     if options.template:
+        if not isinstance(options.template, Mapping):
+            raise wrong_kind("template", options.template, "a mapping of variables to values")
         chat["chat_template_kwargs"] = dict(options.template)
     if options.tools:
         chat["tools"] = tool_fields(options.tools)
@@ -279,6 +285,8 @@ def _chat_options(options: CallOptions) -> Fields:
 
 
 def _options(params: Params, options: CallOptions) -> Fields:
+    if not isinstance(params, SamplingParams | BeamSearchParams):
+        raise wrong_kind("params", params, "SamplingParams, BeamSearchParams or None")
     return {
         **(
             beam_fields(params) if isinstance(params, BeamSearchParams) else sampling_fields(params)

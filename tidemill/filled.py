@@ -5,6 +5,7 @@ It knows no message.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,33 +13,43 @@ from tidemill.runtime.errors import InvalidRequest
 
 
 def filled(kind: Any, fields: Mapping[str, Any]) -> Any:
-    """A message of that kind. Raises InvalidRequest for numbers that its fields cannot hold, and
-    for text that is none (lone surrogates, as of arguments that are not UTF-8)."""
+    """A message of that kind. Raises InvalidRequest for values of another kind, numbers that its
+    fields cannot hold, and text that is none (lone surrogates, as of arguments that are not
+    UTF-8)."""
     try:
         return kind(**fields)
     except ValueError as failure:  # which names no field
-        place = _misfit(kind, fields)
+        place, _ = _misfit(kind, fields)
         raise InvalidRequest(f"{place}: {failure}", param=place.rpartition(".")[2]) from failure
+    except TypeError as failure:  # whose words are of how messages are made
+        place, value = _misfit(kind, fields)
+        shown = f"{reprlib.repr(value)}, of type {type(value).__name__}"
+        raise InvalidRequest(
+            f"{place} is {shown}, which it cannot hold; pass what the method's annotations name",
+            param=place.rpartition(".")[2],
+        ) from failure
 
 
-def _misfit(kind: Any, fields: Mapping[str, Any]) -> str:
-    """The first field, as deep inside as it is."""
+def _misfit(kind: Any, fields: Mapping[str, Any]) -> tuple[str, Any]:
+    """The first field, as deep inside as it is, and its value."""
     for name, value in fields.items():
         try:
             kind(**{name: value})
-        except ValueError:
-            return name + _inside(kind.DESCRIPTOR.fields_by_name.get(name), value)
-    return kind.DESCRIPTOR.name  # type: ignore[no-any-return]
+        except (TypeError, ValueError):
+            place, inner = _inside(kind.DESCRIPTOR.fields_by_name.get(name), value)
+            return name + place, inner
+    return kind.DESCRIPTOR.name, fields
 
 
-def _inside(field: Any, value: Any) -> str:
+def _inside(field: Any, value: Any) -> tuple[str, Any]:
     part = field and field.message_type
     if part is None or part.GetOptions().map_entry:
-        return ""
+        return "", value
     is_one = isinstance(value, Mapping)
     for i, one in enumerate([value] if is_one else value):
         try:
             part._concrete_class(**one)
-        except ValueError:
-            return ("" if is_one else f"[{i}]") + "." + _misfit(part._concrete_class, one)
-    return ""
+        except (TypeError, ValueError):
+            place, inner = _misfit(part._concrete_class, one)
+            return ("" if is_one else f"[{i}]") + "." + place, inner
+    return "", value

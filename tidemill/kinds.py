@@ -33,7 +33,7 @@ def settle_kinds(made: object) -> None:
     number; True and False are neither. None is an empty list or mapping, as other libraries say it.
     """
     kind = type(made)
-    for name, hint in _hints(kind):  # type: ignore[arg-type]  # classes are hashable
+    for name, hint in hints_of(kind):  # type: ignore[arg-type]  # classes are hashable
         value = getattr(made, name)
         plain = settled(kind.__name__, name, hint, value)
         if plain is not value:
@@ -54,7 +54,8 @@ def settled(owner: str, name: str, hint: Any, value: Any) -> Any:
 
 
 @lru_cache
-def _hints(kind: type[Any]) -> tuple[tuple[str, Any], ...]:
+def hints_of(kind: type[Any]) -> tuple[tuple[str, Any], ...]:
+    """Names and annotations of a dataclass's fields."""
     hints = get_type_hints(kind)
     return tuple((one.name, hints[one.name]) for one in fields(kind))
 

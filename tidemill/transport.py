@@ -16,7 +16,8 @@ from typing import Any
 
 import grpc
 
-from tidemill.exchange import CallOptions, metadata_of, printable, timeout_of
+from tidemill.exchange import CallOptions, metadata_of, timeout_of
+from tidemill.given import of_kind, printable
 from tidemill.runtime.errors import EngineDead, InvalidRequest, ServiceError
 from tidemill.runtime.rpc import to_error
 
@@ -85,7 +86,7 @@ class _Sender:
 
     def __init__(self, stub: Any, max_retries: int, api_key: str = "") -> None:
         self._stub = stub
-        self._max_retries = max_retries
+        self._max_retries = of_kind("Client", "max_retries", int, max_retries)
         bearer = f"Bearer {printable('api_key', api_key)}"
         self._shown = (("authorization", bearer),) if api_key else ()
 

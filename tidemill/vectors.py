@@ -12,7 +12,8 @@ from numbers import Integral
 from typing import Any
 
 from tidemill.conversation import Fields
-from tidemill.exchange import CallOptions
+from tidemill.exchange import CallOptions, checked_options
+from tidemill.given import several, wrong_kind
 from tidemill.runtime.errors import InvalidRequest
 
 _READ = ("model", "timeout_s", "request_id", "priority", "fairness_key", "traceparent")
@@ -144,7 +145,7 @@ def as_inputs(inputs: Input | Sequence[Input]) -> list[Input]:
     """Several inputs, whichever way one or many were given."""
     if isinstance(inputs, str):
         return [inputs]
-    listed: list[Any] = list(inputs)
+    listed: list[Any] = list(several("inputs", inputs, "a text, token ids, or a list of them"))
     is_one = bool(listed) and all(isinstance(one, Integral) for one in listed)  # numpy's too
     return [listed] if is_one else listed
 
@@ -168,8 +169,16 @@ def _embed_fields(
 
 
 def _score_fields(pairs: Sequence[tuple[str, str]], keep: int | None) -> Fields:
-    listed = [{"left": left, "right": right} for left, right in pairs]
+    listed = [_pair(i, pair) for i, pair in enumerate(several("pairs", pairs, "a list of pairs"))]
     return {"pairs": listed, "truncate_prompt_tokens": keep}
+
+
+def _pair(index: int, pair: tuple[str, str]) -> Fields:
+    name = f"pairs[{index}]"
+    texts = list(several(name, pair, "two texts"))
+    if len(texts) != 2:
+        raise wrong_kind(name, pair, "two texts")
+    return {"left": texts[0], "right": texts[1]}
 
 
 def _rerank_fields(
@@ -177,7 +186,7 @@ def _rerank_fields(
 ) -> Fields:
     return {
         "query": query,
-        "documents": list(documents),
+        "documents": list(several("documents", documents, "a list of texts")),
         "top_n": top_n,
         "truncate_prompt_tokens": keep,
     }
@@ -187,7 +196,7 @@ def _with(given: Fields, options: CallOptions | None) -> Fields:
     """With the model; raises InvalidRequest for options that would not be heeded."""
     if options is None:
         return given
-    unset = CallOptions()
+    unset, options = CallOptions(), checked_options(options)
     for one in fields(CallOptions):
         if one.name not in _READ and getattr(options, one.name) != getattr(unset, one.name):
             raise InvalidRequest(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 
 from tidemill import Client, SamplingParams
@@ -68,6 +70,54 @@ def test_what_metadata_cannot_hold_is_named_and_a_key_not_shown(field: str, wron
     with pytest.raises(InvalidRequest, match=r"^api_key: ") as refused:
         Client("127.0.0.1:9", api_key=wrong)
     assert wrong not in refused.value.message
+
+
+KINDS: dict[str, tuple[str, Callable[[Client], Any]]] = {
+    "a time": ("timeout_s", lambda c: c.generate("a", options=CallOptions(timeout_s="5"))),
+    "a rank": ("priority", lambda c: c.generate("a", options=CallOptions(priority="high"))),
+    "a name": ("request_id", lambda c: c.generate("a", options=CallOptions(request_id=5))),
+    "a model": ("model", lambda c: c.generate("a", options=CallOptions(model=5))),
+    "a switch": ("echo", lambda c: c.generate("a", options=CallOptions(echo="yes"))),
+    "variables": ("template", lambda c: c.chat("a", options=CallOptions(template="yes"))),
+    "tools": ("tools", lambda c: c.chat("a", options=CallOptions(tools=5))),
+    "options": ("options", lambda c: c.generate("a", options={"timeout_s": 5})),
+    "pooled options": ("options", lambda c: c.embed("a", options={"timeout_s": 5})),
+    "params": ("params", lambda c: c.generate("a", {"temperature": 0})),
+    "no prompt": ("prompt", lambda c: c.generate(None)),
+    "a number": ("prompt", lambda c: c.generate(5)),
+    "bytes": ("prompt", lambda c: c.generate(b"a")),
+    "texts": ("token_ids", lambda c: c.generate(["a", "b"])),
+    "a message": ("messages", lambda c: c.chat({"role": "user", "content": "a"})),
+    "calls": (
+        "messages[0].tool_calls",
+        lambda c: c.chat([{"role": "assistant", "tool_calls": 5}]),
+    ),
+    "a prefix": ("prefix", lambda c: c.infill(5, "a")),
+    "ids": ("token_ids", lambda c: c.detokenize(5)),
+    "an input": ("inputs", lambda c: c.embed(5)),
+    "a dimension": ("dimensions", lambda c: c.embed("a", dimensions="5")),
+    "one of a pair": ("pairs[0]", lambda c: c.score([("a",)])),
+    "half a pair": ("right", lambda c: c.score([("a", 5)])),
+    "a document": ("documents", lambda c: c.rerank("a", "abc")),
+    "attempts": ("max_retries", lambda _: Client("127.0.0.1:9", max_retries="5")),
+    "a key": ("api_key", lambda _: Client("127.0.0.1:9", api_key=5)),
+}
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_what_is_of_another_kind_is_named(what: str) -> None:
+    """It failed deep within, as Python's own TypeError, or was taken for something else."""
+    param, call = KINDS[what]
+    with Client("127.0.0.1:9") as client, pytest.raises(InvalidRequest, match="type") as refused:
+        call(client)
+    assert refused.value.param == param
+
+
+def test_control_what_stands_for_the_default_is_taken() -> None:
+    unset = CallOptions()
+    assert CallOptions(request_id=None, priority=None, timeout_s=None) == unset
+    assert text_fields(numpy.array([1, 2]), None, None)["prompt"]["tokens"]["token_ids"].size == 2
+    assert type(CallOptions(priority=numpy.int64(3)).priority) is int
 
 
 def test_a_conversation_goes_on_behind_a_line_that_is_no_text(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from tidemill.commands.batch_lines import Request, output_line
-from tidemill.exchange import printable
+from tidemill.given import printable
 from tidemill.runtime.errors import InvalidRequest
 
 _CONNECT_S = 10.0
