@@ -125,6 +125,7 @@ def test_goodput_counts_what_keeps_every_bound(slo: Slo, good: int) -> None:
         ({"timeout_s": 0.0}, "timeout_s is 0.0; it has to be above 0"),
         ({"slo_ttft_ms": -1.0}, "slo_ttft_ms is -1.0"),
         ({"url": "127.0.0.1:8000"}, "does not begin with http"),
+        ({"api_key": "schl\u00fcssel"}, "api_key: character 5 of 9 is not printable ASCII"),
         ({"url": "http://127.0.0.1:1", "shape": "qwen3-8b"}, "shape is for services"),
         ({"url": "http://127.0.0.1:1", "data_parallel_size": 2}, "data_parallel_size is for"),
     ],

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from tidemill.bench.bounds import AboveZero, Bounds, OneOrMore, Share, ZeroOrMore, check_bounds
 from tidemill.bench.traffic import points as planned
 from tidemill.bench.traffic.asked import Lengths, read_trace
+from tidemill.given import printable
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.runtime.options import Listed, Secret
 
@@ -135,6 +136,7 @@ def points_of(options: ServeOptions) -> tuple[str, list[planned.Point]]:
 
 def _check(options: ServeOptions) -> None:
     check_bounds(options)
+    printable("api_key", options.api_key or "")
     for url in options.urls:
         if not url.startswith(("http://", "https://")):
             raise InvalidRequest(f"{url!r} does not begin with http:// or https://", param="url")
