@@ -6,6 +6,7 @@ It owns those processes. It does not know tokens or requests.
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import multiprocessing.forkserver
 import pickle
@@ -18,7 +19,7 @@ from typing import cast
 
 from frontend.request import Chat
 from frontend.template import ChatTemplate
-from frontend.template_worker import HEAD, MEMORY_BYTES, READY, TEXT, TOO_LONG, serve
+from frontend.template_worker import BEGUN, HEAD, MEMORY_BYTES, READY, TEXT, TOO_LONG, serve
 from tidemill.runtime.errors import InternalError, InvalidRequest, Overloaded, Unavailable
 
 _RENDERER = "transformers.utils.chat_template_utils"
@@ -30,13 +31,21 @@ _STUCK_S = 0.1
 """Behind a conversation that has taken so long nobody else is put."""
 _MOST_WAITING_BYTES = 64 << 20
 _FAILED_STARTS = 3
-"""Workers in a row that do not come up."""
+"""Workers in a row that do not come up: then none is started for a while."""
+_PAUSE_S = 30.0
+"""That while: what the machine lacked (memory, files) it may have again."""
+_START_S = 60.0
+"""For a worker to come up; on a slow machine it loads its library for some seconds."""
+_MOST_SENT = 3
+"""Workers that a conversation is sent to, of which none began with it."""
+_LOG = logging.getLogger("tidemill.frontend")
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
     content: bytes
     done: asyncio.Future[str]
+    num_sent: int = 0
 
 
 class _Worker(asyncio.Protocol):
@@ -48,6 +57,8 @@ class _Worker(asyncio.Protocol):
         self._process = process
         self._since = 0.0
         self._received = b""
+        self.has_begun = False
+        """With the job at the head."""
         self.ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         """Whether it came up."""
         self.is_lost = False
@@ -62,6 +73,7 @@ class _Worker(asyncio.Protocol):
         if not self.jobs:
             self._since = time.monotonic()
         self.jobs.append(job)
+        job.num_sent += 1
         self._transport.write(HEAD.pack(len(job.content), 0) + job.content)
 
     def close(self) -> None:
@@ -81,8 +93,12 @@ class _Worker(asyncio.Protocol):
                 break
             self._since = time.monotonic()
             if kind == READY:
-                self.ready.set_result(True)
+                if not self.ready.done():
+                    self.ready.set_result(True)
+            elif kind == BEGUN:
+                self.has_begun = True
             else:
+                self.has_begun = False
                 self._pool.answered(self.jobs.popleft(), kind, seen[at + HEAD.size : end])
             at = end
         self._received = seen[at:]
@@ -111,6 +127,7 @@ class TemplatePool:
         self._starting: asyncio.Task[None] | None = None
         self._num_bytes = 0
         self._num_failed = 0
+        self._failed_at = 0.0
         self._is_closed = False
 
     async def start(self) -> None:
@@ -142,7 +159,8 @@ class TemplatePool:
         """Ends the processes; idempotent."""
         self._is_closed = True
         if self._starting is not None:
-            await asyncio.gather(self._starting, return_exceptions=True)
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
         for worker in self._workers:
             worker.close()
 
@@ -158,7 +176,7 @@ class TemplatePool:
             job.done.set_exception(InvalidRequest(answer.decode(), param="messages"))
 
     def lost(self, worker: _Worker) -> None:
-        """A worker has ended, at the hands of the job at its head."""
+        """A worker has ended: at the hands of the job at its head, if it had begun with it."""
         if worker in self._workers:
             self._workers.remove(worker)
         if self._is_closed:  # the end is ours: nobody's conversation is at fault
@@ -166,12 +184,12 @@ class TemplatePool:
                 if not job.done.done():
                     job.done.set_exception(_closed())
             return
-        if not worker.jobs:
-            return
-        head = worker.jobs.popleft()
-        if not head.done.done():
+        if worker.jobs and (worker.has_begun or worker.jobs[0].num_sent >= _MOST_SENT):
+            head = worker.jobs.popleft()
             limits = f"{_CPU_S:g} s of the CPU or {MEMORY_BYTES >> 20} MiB of memory"
-            head.done.set_exception(_too_much(f"takes more than {limits}"))
+            over = _too_much(f"takes more than {limits}")
+            if not head.done.done():
+                head.done.set_exception(over if worker.has_begun else _no_worker())
         for job in worker.jobs:
             again = asyncio.ensure_future(self._send_again(job))
             job.done.add_done_callback(lambda _, again=again: again.cancel())  # type: ignore[misc]
@@ -197,26 +215,59 @@ class TemplatePool:
                 able = self._workers
             if able:
                 return min(able, key=lambda worker: len(worker.jobs))
-            if self._num_failed >= _FAILED_STARTS:
-                raise InternalError("the chat template's process has ended; see the log")
+            is_pause = time.monotonic() - self._failed_at < _PAUSE_S
+            if self._num_failed >= _FAILED_STARTS and is_pause:
+                raise _no_worker()
             if self._starting is None or self._starting.done():
                 self._starting = asyncio.create_task(self._add_worker())
-            await asyncio.shield(self._starting)
+            starting = self._starting
+            await asyncio.wait({starting})
+            if not starting.cancelled():
+                starting.result()  # may raise: all that wait for the worker hear of it
 
     async def _add_worker(self) -> None:
+        """Counts whether one came up. Raises what the system has against it."""
         prepare()
+        try:
+            async with asyncio.timeout(_START_S):
+                worker = await self._started()
+        except TimeoutError:
+            _LOG.warning("a process for the chat template is not ready after %g s", _START_S)
+            worker = None
+        if worker is not None:
+            self._num_failed = 0
+            self._workers.append(worker)
+        else:
+            self._num_failed, self._failed_at = self._num_failed + 1, time.monotonic()
+
+    async def _started(self) -> _Worker | None:
+        """A worker that has come up; whoever gives up waiting for it leaves none behind."""
         context = multiprocessing.get_context("forkserver")
         ours, theirs = socket.socketpair()
-        with theirs:
-            arguments = (theirs, self._template, _CPU_S, MOST_CHARS)
-            process = context.Process(target=serve, args=arguments, daemon=True)
-            await asyncio.to_thread(process.start)  # the first one waits for what is loaded
+        arguments = (theirs, self._template, _CPU_S, MOST_CHARS)
+        process = context.Process(target=serve, args=arguments, daemon=True)
+        try:
+            await asyncio.to_thread(_start, process, theirs)  # the first waits for what is loaded
+        except BaseException:
+            ours.close()  # which ends the process, should it come up yet
+            raise
         worker = _Worker(self, process)
         await asyncio.get_running_loop().create_unix_connection(lambda: worker, sock=ours)
-        is_up = await worker.ready and not worker.is_lost
-        self._num_failed = 0 if is_up else self._num_failed + 1
-        if is_up:
-            self._workers.append(worker)
+        try:
+            is_up = await worker.ready and not worker.is_lost
+        except BaseException:
+            worker.close()
+            raise
+        return worker if is_up else None
+
+
+def _start(process: BaseProcess, theirs: socket.socket) -> None:
+    with theirs:
+        process.start()
+
+
+def _no_worker() -> InternalError:
+    return InternalError("the chat template's process has ended; see the log")
 
 
 def _closed() -> Unavailable:

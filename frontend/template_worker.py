@@ -22,7 +22,7 @@ from tidemill.runtime.errors import InvalidRequest
 
 HEAD = struct.Struct("<IB")
 """Of every frame: its length, and of answers their kind."""
-READY, TEXT, REFUSED, TOO_LONG = range(4)
+READY, BEGUN, TEXT, REFUSED, TOO_LONG = range(5)
 MEMORY_BYTES = 1 << 30
 _MOST_MESSAGE_CHARS = 1000
 _SAMPLE = "{{ messages | tojson }}{{ strftime_now('%d') }}{% for m in messages %}{% endfor %}"
@@ -31,9 +31,9 @@ _SAMPLE = "{{ messages | tojson }}{{ strftime_now('%d') }}{% for m in messages %
 def serve(connection: socket.socket, template: ChatTemplate, cpu_s: float, chars: int) -> None:
     """Renders what comes through `connection` until its other end is closed.
 
-    It says when it is ready. A frame is a pickled Chat, an answer the text or why it was refused. A
-    text of more than `chars` characters is refused; taking more than `cpu_s` of the CPU ends the
-    process without an answer.
+    It says when it is ready, and of each frame, a pickled Chat, that it begins. An answer is
+    the text or why it was refused. A text of more than `chars` characters is refused; taking more
+    than `cpu_s` of the CPU ends the process without an answer.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the frontend to deal with
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -42,6 +42,7 @@ def serve(connection: socket.socket, template: ChatTemplate, cpu_s: float, chars
         connection.sendall(HEAD.pack(0, READY))
         while head := frames.read(HEAD.size):
             content = frames.read(HEAD.unpack(head)[0])
+            connection.sendall(HEAD.pack(0, BEGUN))
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
             kind, answer = _rendered(template, pickle.loads(content), chars)
             signal.setitimer(signal.ITIMER_PROF, 0)

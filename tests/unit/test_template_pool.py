@@ -6,9 +6,11 @@ import asyncio
 import inspect
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -211,6 +213,69 @@ async def test_a_process_that_does_not_start_is_not_tried_for_ever() -> None:
     async with pool_of(Dead("", {})) as pool:
         with pytest.raises(InternalError, match="see the log"):
             await pool.render(chat("a"))
+
+
+class Sick(ChatTemplate):
+    """Its process comes up where a file says so."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not Path(self.source).exists():
+            raise SystemExit
+
+    def render(self, chat: Chat) -> str:
+        return "well"
+
+
+async def test_processes_are_tried_again_when_a_while_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three that did not come up turned chats off for as long as the server ran."""
+    async with pool_of(Sick(str(tmp_path / "well"), {})) as pool:
+        for _ in range(2):
+            with pytest.raises(InternalError, match="see the log"):
+                await pool.render(chat("a"))
+        (tmp_path / "well").touch()
+        with pytest.raises(InternalError, match="see the log"):
+            await pool.render(chat("a"))
+        monkeypatch.setattr(template_pool, "_PAUSE_S", 0.0)
+        assert await pool.render(chat("a")) == "well"
+
+
+class Slow(ChatTemplate):
+    """Its process never comes up and never ends."""
+
+    def __setstate__(self, state: object) -> None:
+        time.sleep(10 * PATIENCE_S)
+
+
+async def test_a_process_that_is_never_ready_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(template_pool, "_START_S", 0.2)
+    async with pool_of(Slow("", {})) as pool:
+        with pytest.raises(InternalError, match="see the log"):
+            await pool.render(chat("a"))
+
+
+async def test_a_pool_is_closed_while_a_process_comes_up() -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        pool = TemplatePool(Slow("", {}))
+        asked = asyncio.create_task(pool.render(chat("a")))
+        await until(lambda: pool._starting is not None)
+        await pool.close()
+        with pytest.raises(Unavailable):
+            await asked
+
+
+async def test_a_worker_that_died_idle_is_not_blamed_on_who_comes_next() -> None:
+    async with pool_of(ChatTemplate(WHEN_BAD.format(""), {})) as pool:
+        await pool.start()
+        process = pool._workers[0]._process
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()  # dead, and this loop has not heard of it
+        assert await pool.render(chat("a")) == "<a>"
 
 
 def test_reserved_names_are_those_of_the_renderer() -> None:
