@@ -19,6 +19,7 @@ from engine_service.server.outlet import Draining, Failure, LoadReport, Outlet, 
 from engine_service.server.request_trace import SPAN
 from engine_service.server.tokenizer_files import TokenizerFiles
 from tidemill.runtime.errors import (
+    DeadlineExceeded,
     FailedPrecondition,
     InternalError,
     InvalidRequest,
@@ -27,6 +28,8 @@ from tidemill.runtime.errors import (
 )
 
 _MAX_UNREAD = 8192  # rows and notices; beyond it nothing more is read from the client
+_HELLO_S = 10.0
+"""For the first frame of a stream: a client has it ready when it opens one."""
 _LOG = logging.getLogger("tidemill.engine")
 
 
@@ -56,7 +59,13 @@ class Session:
             raise self._outlet.error
 
     async def _greet(self) -> None:
-        frame = await self._stream.read()
+        try:
+            async with asyncio.timeout(_HELLO_S):
+                frame = await self._stream.read()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no Hello within {_HELLO_S:g} s; a session begins with it, so send it at once"
+            ) from None
         if frame is grpc.aio.EOF or frame.WhichOneof("frame") != "hello":
             raise FailedPrecondition("the first frame of a session must be Hello")
         check_hello(frame.hello)

@@ -29,6 +29,20 @@ async def test_tokens_and_one_end_per_handle() -> None:
         assert client.ends[7][0].usage.output_tokens == 5
 
 
+async def test_a_session_without_hello_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each held its stream, and a place in every report, until the server stopped."""
+    monkeypatch.setattr(session_file, "_HELLO_S", 0.2)
+    async with engine() as server, stubs(server) as stub, asyncio.timeout(PATIENCE_S):
+        call = stub.Session()
+        await call.initial_metadata()
+        with pytest.raises(grpc.aio.AioRpcError, match=r"no Hello within 0\.2 s") as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        async with session(stub) as client:
+            await client.submit(1, 10, max_tokens=2)
+            await client.drain(1)
+
+
 async def test_half_closed_session_is_served_to_its_end() -> None:
     async with engine() as server, stubs(server) as stub, session(stub) as client:
         await client.submit(1, 10, max_tokens=20)
