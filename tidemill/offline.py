@@ -21,7 +21,7 @@ from frontend.choice import Choice, PromptView, TextDelta, TextLogprob
 from frontend.messages import Delta, Finish, FinishReason, Timings, TokenLogprobs, Usage
 from frontend.request import Options, Sampling
 from frontend.tokenizer import Piece, Vocabulary
-from frontend.validation import check_stop_lengths
+from frontend.validation import MAX_SEQUENCES, check_stop_lengths
 from tidemill.outputs import CompletionOutput, Logprob, RequestOutput, RequestUsage
 from tidemill.prompts import TextPrompt, read_bad_words
 from tidemill.runtime.errors import InvalidRequest
@@ -155,8 +155,11 @@ class Pending:
         params: SamplingParams,
         vocabulary: Vocabulary,
     ) -> None:
-        if params.n < 1:
-            raise InvalidRequest(f"n is {params.n}; it must be at least 1", param="n")
+        if not 1 <= params.n <= MAX_SEQUENCES:  # as of a service, whatever --max-n
+            raise InvalidRequest(
+                f"n is {params.n}; it must lie in 1..{MAX_SEQUENCES}: repeat the prompt",
+                param="n",
+            )
         if params.stop_strings and isinstance(vocabulary, NoText):
             raise InvalidRequest(
                 "stop strings need a tokenizer: use stop_token_ids, or an LLM without "

@@ -72,7 +72,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Sequences to generate for the prompt."""
+    """Sequences to generate for the prompt: 1,024 at most, of a service what its --max-n says."""
     temperature: float | None = None
     """0 is greedy."""
     top_p: float | None = None

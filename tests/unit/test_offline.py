@@ -18,6 +18,7 @@ from engine_service.core.step import TokenLogprobs
 from frontend.choice import Choice, PromptView
 from frontend.messages import Delta
 from frontend.messages import TokenLogprobs as TextScores
+from frontend.validation import MAX_SEQUENCES
 from tidemill import offline
 from tidemill.offline import Line, Pending, TextPrompt, calm_collector, spread
 from tidemill.prompts import as_list
@@ -178,6 +179,14 @@ def test_a_stop_string_that_a_server_refuses_is_refused(stop: str | list[str]) -
     prompt, params = TextPrompt("a", [0]), SamplingParams(stop=stop)
     with pytest.raises(InvalidRequest, match=r"a stop string has .* must have 1 to 1024"):
         Pending("r", prompt, params, Letters())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n", [0, MAX_SEQUENCES + 1, 100_000])
+def test_n_has_the_limit_that_requests_have(n: int) -> None:
+    with pytest.raises(InvalidRequest, match=rf"n is {n}; it must lie in 1\.\.1024") as refused:
+        pending(SamplingParams(n=n))
+    assert refused.value.param == "n"
+    assert len(pending(SamplingParams(n=MAX_SEQUENCES)).lines) == MAX_SEQUENCES, "the control"
 
 
 def test_token_ids_of_numpy_are_one_prompt() -> None:
