@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine_service.constraints.schema_numbers import held_lark, held_schema, held_text
-from engine_service.constraints.triggers import trigger_finder
+from engine_service.constraints.triggers import schema_of, trigger_finder
 from engine_service.core.params import ConstraintSpec, ReasoningSpec
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.sentencepiece import MODEL_FILE, tokenizer_json
@@ -229,7 +229,7 @@ def _of_tags(text: str, tokenizer: LLTokenizer) -> str:
         if trigger is None:
             raise ValueError(f"no trigger begins {begin!r}; name one in triggers")
         lark = held_lark(one.get("lark") or "")
-        inner = lark or {"x-guidance": _SPACE, **held_schema(one["schema"])}
+        inner = lark or {"x-guidance": _SPACE, **held_schema(schema_of(one))}
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=inner, end=one["end"]))
     if not tags:
         raise ValueError("structures is empty")

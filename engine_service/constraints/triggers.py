@@ -1,8 +1,11 @@
-"""Which trigger of a structural tag begins a text. It does not know grammars."""
+"""Of structural tags: which trigger begins a text, and which schema a structure has. It does not
+know grammars."""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 
 def trigger_finder(triggers: Sequence[str]) -> Callable[[str], str | None]:
@@ -19,3 +22,19 @@ def trigger_finder(triggers: Sequence[str]) -> Callable[[str], str | None]:
         return min((head for head in heads if head in places), key=places.__getitem__, default=None)
 
     return find
+
+
+def schema_of(structure: dict[str, Any]) -> dict[str, Any]:
+    """Its JSON schema; true is any JSON, as where it is the schema of a whole answer.
+
+    Raises ValueError for what is none that a text could fit.
+    """
+    schema = structure["schema"]
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        begin, shown = reprlib.repr(structure["begin"]), reprlib.repr(schema)
+        raise ValueError(
+            f"the schema of {begin} is {shown}; it must be an object, or true for any JSON"
+        )
+    return schema

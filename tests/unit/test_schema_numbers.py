@@ -77,6 +77,27 @@ def test_what_64_bits_hold_compiles_wherever_schemas_stand(grammars: LlGrammars)
         assert takes(grammars, kind, given, texts[kind]), kind
 
 
+def of_tags(schema: object) -> dict[str, Any]:
+    structure = {"begin": "<a>", "schema": schema, "end": "</a>"}
+    return {"structures": [structure], "triggers": ["<a"]}
+
+
+@pytest.mark.parametrize("schema", [True, {}])
+def test_a_schema_that_is_true_takes_any_json_between_tags_too(
+    grammars: LlGrammars, schema: object
+) -> None:
+    assert takes(grammars, "structural_tag", of_tags(schema), 'so <a>{"n": [5, null]}</a>')
+
+
+@pytest.mark.parametrize("schema", [False, None, [], "integer", 5])
+def test_a_schema_that_is_none_is_refused_by_what_may_stand_there(
+    grammars: LlGrammars, schema: object
+) -> None:
+    words = "the schema of '<a>' is .*; it must be an object, or true for any JSON"
+    with pytest.raises(InvalidRequest, match=words):
+        grammars.compile(spec("structural_tag", of_tags(schema)))
+
+
 @pytest.mark.parametrize(
     "schema",
     [
