@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -101,8 +101,7 @@ def write_shards(config: EngineConfig, out: Path, report: Report) -> Manifest:
             weight_version=checkpoint.weight_version,
             num_bytes=sizes,
         )
-        with _writing(path := folder / MANIFEST):
-            path.write_text(json.dumps(manifest.to_json(), indent=2) + "\n")
+        _put(folder / MANIFEST, (json.dumps(manifest.to_json(), indent=2) + "\n").encode())
     return manifest
 
 
@@ -126,14 +125,18 @@ def _outline(checkpoint: Checkpoint, group: Group) -> CausalModel:
 
 @contextmanager
 def _folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its name when everything is in it, or goes again."""
+    """A folder beside `out` that takes its name when everything is in it, on the disk too, or goes
+    again."""
     with _writing(out):
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         yield folder
         with _writing(out):
             folder.chmod(0o755)
+            for inner in (*(path for path in folder.iterdir() if path.is_dir()), folder):
+                _settle(inner)
             os.rename(folder, out)
+            _settle(out.parent)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -148,11 +151,28 @@ def _copy_small(source: Path, folder: Path, hf_overrides: dict[str, Any]) -> Non
             target, content = folder / path.relative_to(source), path.read_bytes()
             with _writing(target):
                 target.parent.mkdir(exist_ok=True)
-                target.write_bytes(content)
+            _put(target, content)
     if hf_overrides:
         said = overridden(read_config(source), hf_overrides)
-        with _writing(folder / CONFIG):
-            (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
+        _put(folder / CONFIG, (json.dumps(said, indent=2) + "\n").encode())
+
+
+def _put(path: Path, content: bytes) -> None:
+    """Writes a file, which outlives the machine from here on."""
+    with _writing(path), path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _settle(folder: Path) -> None:
+    """The same for the names in a folder, where its file system can say so."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _write(path: Path, cuts: list[_Cut], wrote: Callable[[int], None]) -> int:

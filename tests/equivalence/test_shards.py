@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shlex
 import shutil
@@ -98,6 +99,30 @@ def test_every_rank_of_every_architecture_holds_the_same_bits(
         first, second = (out / file_name(rank, size) for rank in (0, 1))
         shutil.copyfile(second, first)
         assert differing(load(out, Group(0, size)), load(source, Group(0, size)))
+
+
+def test_all_files_are_on_the_disk_before_the_folder_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that dies later would leave a folder that looks whole."""
+    source, synced = make_source(tmp_path / "source", SHAPES["qwen3"].config, 0), set()
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text("{}")
+    fsync, rename = os.fsync, os.rename
+
+    def synced_to(file: int) -> None:
+        synced.add(Path(f"/proc/self/fd/{file}").readlink())
+        fsync(file)
+
+    def renamed(folder: Path, out: Path) -> None:
+        assert {folder, *folder.rglob("*")} <= synced
+        rename(folder, out)
+        synced.clear()
+
+    monkeypatch.setattr(os, "fsync", synced_to)
+    monkeypatch.setattr(os, "rename", renamed)
+    shard(source, 2)
+    assert synced == {tmp_path}
 
 
 @pytest.mark.timeout(300)

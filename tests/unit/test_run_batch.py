@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import subprocess
@@ -214,6 +215,23 @@ def test_two_runs_do_not_share_a_file(
     first.write(answered("b"))
     first.close()
     assert "b" in opened(path, {"a", "b"}).done
+
+
+def test_what_is_kept_is_on_the_disk_before_it_takes_the_place_of_the_old_file(
+    tmp_path: Path, opened: Callable[..., Answers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that died behind the exchange lost all answers."""
+    path = write(tmp_path / "out", answered("a"), answered("b", 500))
+    fsync, sizes = os.fsync, []
+
+    def synced(file: int) -> None:
+        sizes.append((os.fstat(file).st_ino, os.fstat(file).st_size))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    opened(path, {"a", "b"})
+    assert custom_ids(path) == ["a"]
+    assert (path.stat().st_ino, path.stat().st_size) in sizes
 
 
 def test_a_full_disk(tmp_path: Path, opened: Callable[..., Answers]) -> None:

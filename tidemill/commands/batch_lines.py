@@ -227,6 +227,8 @@ class Answers:
                     for number, line in enumerate(old, 1):
                         if self._is_kept(number, line, asked):
                             kept.write(line.rstrip(b"\r\n") + b"\n")
+                    kept.flush()
+                    os.fsync(kept.fileno())  # a machine that dies keeps either file, whole
                 shutil.copymode(self._path, fresh)
                 opened = _locked(fresh)
                 fresh.replace(self._path)
