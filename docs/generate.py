@@ -1,7 +1,7 @@
 """Writes docs/configuration.md from the config dataclasses. It does not know what a field means."""
 
+import argparse
 import json
-import sys
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -69,4 +69,7 @@ def _spellings() -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("configuration.md"))
+    reader = argparse.ArgumentParser(description=__doc__)
+    page = Path(__file__).with_name("configuration.md")
+    reader.add_argument("page", nargs="?", type=Path, default=page, help="where; default: the page")
+    main(reader.parse_args().page)

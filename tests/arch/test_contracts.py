@@ -1,5 +1,6 @@
 """The contracts in proto/ are clean, and the generated stubs and docs are what they generate."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -97,6 +98,13 @@ def test_a_break_is_seen(copy: Path, file: str, old: str, new: str, said: str) -
     done = buf_breaking(copy)
     assert done.returncode
     assert said in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("word", "status"), [("--help", 0), ("--page", 2)])
+def test_flags_of_the_generator_are_no_pages(tmp_path: Path, word: str, status: int) -> None:
+    program, env = str(ROOT / "docs" / "generate.py"), {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, program, word], cwd=tmp_path, env=env, check=False)
+    assert (done.returncode, list(tmp_path.iterdir())) == (status, [])
 
 
 def test_configuration_page_is_generated(tmp_path: Path) -> None:
