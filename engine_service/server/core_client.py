@@ -36,7 +36,7 @@ from engine_service.server.asks import Asks
 from engine_service.server.outlet import StepRows
 from engine_service.server.shares import select
 from engine_service.server.state import NO_LOAD
-from tidemill.runtime.errors import EngineDead, ServiceError
+from tidemill.runtime.errors import EngineDead, InternalError, ServiceError
 
 _REMEMBERED = 16_384  # request ids of ended requests that Abort still knows
 
@@ -111,7 +111,7 @@ class CoreClient(asyncio.Protocol):
         self._beats = False
         self.load = NO_LOAD
         self.tally = Tally()
-        self.finished: Counter[FinishReason] = Counter()
+        self.finished: Counter[FinishReason | None] = Counter()  # None: refused before any step
         self.lost: EngineDead | None = None
 
     async def open(self, sock: socket.socket) -> None:
@@ -283,8 +283,9 @@ class CoreClient(asyncio.Protocol):
         route = self._routes.pop(key, None)
         if route is None:
             return None
-        reason = outcome.reason if isinstance(outcome, Finish) else FinishReason.ERROR
-        self.finished[reason] += 1
+        is_fault = isinstance(outcome, EngineDead | InternalError)
+        reason = outcome.reason if isinstance(outcome, Finish) else None
+        self.finished[FinishReason.ERROR if is_fault else reason] += 1
         self._split = ([], [])
         keys = self._live_ids[route.request_id]
         keys.discard(key)

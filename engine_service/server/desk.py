@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -245,9 +246,10 @@ class Desk:
         self.kv_feed.close(error)
 
     def _finished_text(self) -> str:
-        """The counters of ended requests, for people and tests: `finished: length=3 deadline=1`."""
-        counts = sorted(self.core.finished.items())
-        return "finished: " + (" ".join(f"{r.name.lower()}={n}" for r, n in counts) or "none yet")
+        """The counters of ended requests, for people and tests: `finished: length=3 refused=1`."""
+        counts = sorted(self.core.finished.items(), key=lambda one: one[0] or math.inf)
+        said = (f"{'refused' if r is None else r.name.lower()}={n}" for r, n in counts)
+        return "finished: " + (" ".join(said) or "none yet")
 
     def _silence_text(self) -> str:
         return f"the core has said nothing for more than {self.config.heartbeat_timeout_s:g} s"

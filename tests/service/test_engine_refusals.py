@@ -11,7 +11,7 @@ import pytest
 from engine_service.server.metrics_port import MetricsPort
 from tests.otlp import collecting, values_of
 from tests.service.engine_fixtures import engine, info, rest, session, spec, stubs
-from tests.waiting import http_client
+from tests.waiting import http_client, until
 from tidemill.v1 import engine_pb2 as pb
 
 ABOVE = "00f067aa0ba902b7"
@@ -54,6 +54,20 @@ async def test_bad_input_is_counted_and_traced_like_every_other_end() -> None:
         assert found["error.type"] == "INVALID_ARGUMENT"
     counted = 'tidemill_admission_rejections_total{model_name="fake",reason="invalid_argument"} 3.0'
     assert counted in page
+
+
+async def test_refusals_of_the_core_are_no_errors_of_the_engine() -> None:
+    """Its health said error=3 behind three requests without a prompt."""
+    async with (
+        engine(metrics_port=0) as server,
+        stubs(server) as stub,
+        http_client(f"http://127.0.0.1:{server.metrics_port}") as http,
+    ):
+        wrong = spec()
+        for _ in range(3):
+            assert await code_of(rest(stub.Generate(pb.GenerateRequest(spec=wrong)))) != "INTERNAL"
+        await until(lambda: "=3" in server.desk.board.snapshot.detail)
+        assert (await http.get("/health")).json()["detail"] == "finished: refused=3"
 
 
 async def test_who_is_cut_short_was_not_refused() -> None:
