@@ -144,6 +144,19 @@ def test_latency_of_simulated_steps(shape: str) -> None:
         latency.run(latency.LatencyOptions(concurrency="1,x"), EngineConfig())
 
 
+def test_requests_that_wait_for_a_row_are_told_of(
+    shape: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latency, "_ROWS", 3)
+    options = latency.LatencyOptions(
+        shape=shape, concurrency="4", rounds=1, input_len=4, output_len=2
+    )
+    assert latency.run(options, simulated())["max_rows"] == 3
+    assert "4 requests are alive at a time and 3 of them have a row" in capsys.readouterr().err
+    assert latency.run(options, simulated(max_rows=4))["max_rows"] == 4
+    assert "have a row" not in capsys.readouterr().err, "the control"
+
+
 def test_gaps_are_between_outputs_that_hold_tokens() -> None:
     def output(keys: list[int], counts: list[int]) -> StepOutput:
         return SimpleNamespace(keys=keys, counts=counts)  # type: ignore[return-value]

@@ -28,6 +28,8 @@ from tidemill.runtime.options import Listed
 if TYPE_CHECKING:
     from tidemill.llm import LLM
 
+_ROWS = 256
+"""Most of the engine, where no --max-rows says another number."""
 _OF_EQUALS = ("input_len", "output_len", "concurrency", "rounds")
 """Flags that sets, which say these themselves, do not read."""
 
@@ -69,13 +71,23 @@ def run(options: LatencyOptions, config: EngineConfig) -> dict[str, Any]:
     cases = _cases(options, config)
     longest = max(case.requests.longest for case in cases)
     rows = max(case.concurrency for case in cases)
-    with open_engine(config, options.shape, longest=longest, max_rows=min(rows, 256)) as engine:
+    with open_engine(config, options.shape, longest=longest, max_rows=min(rows, _ROWS)) as engine:
         figures = engine.figures()
+        _say_who_waits(rows, figures["max_rows"])
         # The first requests meet cold caches, and kernels that are compiled when first needed.
         for case in cases:
             _drive(engine.llm, case.first_round(), options.temperature)
         measured = [_measure(engine.llm, case, options.temperature) for case in cases]
     return figures | {"temperature": options.temperature, "cases": measured}
+
+
+def _say_who_waits(alive: int, max_rows: int) -> None:
+    if alive > max_rows:
+        print(
+            f"{alive} requests are alive at a time and {max_rows} of them have a row; the wait of "
+            f"the others is in their times: raise --max-rows to {alive} to run all at once",
+            file=sys.stderr,
+        )
 
 
 def _cases(options: LatencyOptions, config: EngineConfig) -> list[_Case]:
