@@ -2,8 +2,9 @@
 
     python -m benchmarks.compare OURS.json ... [--peer PEER.json ...]
 
-A set is matched by shape, number of GPUs and name. Where ours were measured on one GPU and on
-several, how much faster several are stands beside them. It measures nothing.
+A set is matched by shape, number of GPUs, name, number format and temperature. Where ours were
+measured on one GPU and on several, how much faster several are stands beside them. It measures
+nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ class Key(NamedTuple):
     shape: str
     gpus: int
     set: str
+    dtype: str | None
+    temperature: float | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = {str(one.get("gpu")) for one in (*ours, *peers)}
     if len(gpus) > 1:
         print(f"measured on different devices: {', '.join(sorted(gpus))}", file=sys.stderr)
+    settings = {f"{one.get('dtype')} at {one.get('temperature')}" for one in (*ours, *peers)}
+    if len(settings) > 1:
+        print(
+            "measured with different dtypes or temperatures, of which only the same are compared: "
+            + ", ".join(sorted(settings)),
+            file=sys.stderr,
+        )
     print("\n".join(table(ours, peers)))
     return 0
 
@@ -49,8 +59,9 @@ def _read(files: Iterable[Path]) -> list[dict[str, Any]]:
 def _rows(results: Iterable[dict[str, Any]]) -> Iterator[tuple[Key, dict[str, Any]]]:
     for result in results:
         name = str(result.get("shape") or result.get("model"))
+        settings = result.get("dtype"), result.get("temperature")
         for row in result["sets"]:
-            yield Key(name, result.get("gpus", 1), row["set"]), row
+            yield Key(name, result.get("gpus", 1), row["set"], *settings), row
 
 
 def table(ours: list[dict[str, Any]], peers: list[dict[str, Any]]) -> list[str]:

@@ -53,6 +53,26 @@ def test_rows_of_other_sizes_do_not_meet(
     assert "different devices: another card, card" in said.err
 
 
+@pytest.mark.parametrize(("name", "value"), [("dtype", "float8"), ("temperature", 0.0)])
+def test_rows_of_other_settings_do_not_meet(
+    name: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = {"dtype": "bfloat16", "temperature": 0.6}
+    one = result(tmp_path / "a.json", {"one": 2.0}, **ours)
+    two = result(tmp_path / "b.json", {"one": 1.0}, gpus=2, **ours | {name: value})
+    peer = result(tmp_path / "c.json", {"one": 5.0}, **ours | {name: value})
+    assert compare.main([one, two, "--peer", peer]) == 0
+    said = capsys.readouterr()
+    assert "efficiency" not in said.out
+    assert said.out.splitlines()[2].endswith("| - | - |")
+    assert "different dtypes or temperatures" in said.err
+    assert "bfloat16 at 0.6" in said.err
+    assert compare.main([one, "--peer", result(tmp_path / "d.json", {"one": 5.0}, **ours)]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[2].endswith("| 5.000 | 2.50x |"), "the control"
+    assert not said.err
+
+
 def test_without_a_peer_there_is_no_ratio(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
