@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 
-from engine_service.child import calm_the_collector, die_with, ignore_stop_signals
+from engine_service.child import calm_the_collector, die_with, ignore_stop_signals, load_calmly
 from engine_service.composition import compose
 from engine_service.core.loop import CoreLoop
 from engine_service.core.messages import Fatal, Progress, Ready
@@ -31,6 +31,7 @@ def main(argv: list[str]) -> int:
     """Serves one pipe until its other end closes; returns the exit status."""
     die_with(int(argv[1]))
     ignore_stop_signals()
+    load_calmly()
     pipe = BlockingPipe(socket.socket(fileno=int(argv[0])))
     try:
         return _serve(pipe)

@@ -1,6 +1,7 @@
 """Downloads a model's files from the hub and turns its failures into typed errors.
 
-It does not know what the files mean.
+It does not know what the files mean. The library loads its parts when they are asked for: no model
+that is a folder here waits for them (0.2 s of every start).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+import huggingface_hub
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -41,8 +42,9 @@ def refuse_unknown(model: str, revision: str | None) -> None:
     no network) is no reason to refuse.
     """
     try:
-        if not isinstance(try_to_load_from_cache(model, CONFIG, revision=revision), str):
-            HfApi().model_info(model, revision=revision, timeout=_ASKED_S)
+        kept = huggingface_hub.try_to_load_from_cache(model, CONFIG, revision=revision)
+        if not isinstance(kept, str):
+            huggingface_hub.HfApi().model_info(model, revision=revision, timeout=_ASKED_S)
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         raise _typed(error, model, revision) from error
     except Exception as error:  # of several libraries, and no two versions agree on which
@@ -62,7 +64,7 @@ def download(
     """
     report("download", 0, 0)
     try:
-        folder = snapshot_download(
+        folder = huggingface_hub.snapshot_download(
             model,
             revision=revision,
             allow_patterns=_SMALL_FILES + (_WEIGHT_FILES if weights else []),
@@ -72,7 +74,9 @@ def download(
         commit = Path(folder).name
         if (Path(folder) / _MODULES).exists():
             silent = _reporting(lambda *_: None)
-            snapshot_download(model, revision=commit, allow_patterns=_POOLING, tqdm_class=silent)
+            huggingface_hub.snapshot_download(
+                model, revision=commit, allow_patterns=_POOLING, tqdm_class=silent
+            )
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         raise _typed(error, model, revision) from error
     return Path(folder), commit

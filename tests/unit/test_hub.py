@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import huggingface_hub
 import huggingface_hub.constants
 import pytest
 from huggingface_hub import snapshot_download
@@ -112,7 +113,7 @@ class Online:
 def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     with fake_hub() as endpoint:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(hub, "snapshot_download", Online(endpoint, tmp_path))
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", Online(endpoint, tmp_path))
         yield
 
 
@@ -179,7 +180,7 @@ def test_a_full_disk_can_be_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hub, "snapshot_download", full)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
     with pytest.raises(Unavailable, match=r"No space left.*resume") as caught:
         hub.download("me/tiny", None, weights=True, report=lambda *_: None)
     assert caught.value.reason == "DOWNLOAD_FAILED"
