@@ -45,9 +45,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+def pytest_collection() -> None:
+    """Nothing of what is imported goes; see below."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Python's cycle collector went through 9,000 tests and what they import over and over: a tenth
     of all that the processor did. What tests leave behind is looked for as before."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
