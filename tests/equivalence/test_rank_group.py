@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ TIMEOUT_S = 240.0
 ROOT = Path(__file__).parents[2]
 
 
+@cache
 def answers(
     model: str,
     num_ranks: int,
@@ -23,7 +25,8 @@ def answers(
     module: str = "mixed_requests",
     **flags: Any,
 ) -> dict[str, Any]:
-    """What the module prints; `flags` are more fields of the config."""
+    """What the module prints; `flags` are more fields of the config. Kept: it is the same every
+    time, and many compare with what one rank says."""
     sizes = [str(num_ranks), str(num_stages), *([json.dumps(flags)] if flags else [])]
     command = [sys.executable, "-m", f"tests.equivalence.{module}", model, *sizes]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
