@@ -19,6 +19,9 @@ class ResponseStream:
         self._draft = draft
         self._keep = keep
         self._num_sent = 0
+        self._unsent = b""
+        """Events that wait for the next delta: whatever ends the stream ahead of it takes them
+        along, for they have their numbers."""
 
     def queued(self) -> bytes:
         """What comes first of a response in the background, before anything is computed."""
@@ -28,17 +31,17 @@ class ResponseStream:
         """The response without its output, item after item, and all of it once more, whole."""
         draft = self._draft
         async with entering as generation:
-            unsent = b"" if self._num_sent else self._response("created")
+            if not self._num_sent:
+                self._unsent = self._response("created")
             draft.status = "in_progress"
-            unsent += self._response("in_progress")
+            self._unsent += self._response("in_progress")
             async for news in generation.deltas():
                 for delta in news:
-                    unsent += draft.feed(delta, generation.usage, self._event)
-                if unsent and not draft.is_settled:
-                    yield unsent
-                    unsent = b""
+                    self._unsent += draft.feed(delta, generation.usage, self._event)
+                if self._unsent and not draft.is_settled:
+                    yield self._taken()
         self._keep()
-        yield unsent + self._response(draft.status)
+        yield self._last(draft.status)
 
     def end(self, failure: ServiceError | None) -> bytes:
         """A failure in the middle ends in response.failed; behind a whole one nothing follows."""
@@ -46,11 +49,18 @@ class ResponseStream:
             return b""
         self._draft.fail(failure)
         self._keep()
-        return self._response("failed")
+        return self._last("failed")
 
     def stopped(self) -> bytes:
         """The last event of one that its client has cancelled, or deleted."""
-        return self._response(self._draft.status)
+        return self._last(self._draft.status)
+
+    def _last(self, status: str) -> bytes:
+        return self._taken() + self._response(status)
+
+    def _taken(self) -> bytes:
+        unsent, self._unsent = self._unsent, b""
+        return unsent
 
     def _response(self, what: str) -> bytes:
         return self._event(f"response.{what}", response=self._draft.to_json())

@@ -150,6 +150,22 @@ async def test_an_end_from_outside_ends_the_events(tmp_path: Path, verb: str) ->
             assert (await raw.get(f"/v1/responses/{name}?stream=true")).status_code == 404
 
 
+async def test_an_end_ahead_of_the_first_token_leaves_no_gap(tmp_path: Path) -> None:
+    """That the response is in progress is told with its first token, or with what ends it."""
+    async with stack(tmp_path) as served, sdk(served) as client, served.http() as raw:
+        served.engine.hold_after = 0
+        stream = await client.responses.create(**LOGGED)
+        name = (await anext(stream)).response.id
+        async with asyncio.timeout(PATIENCE_S):
+            while (await client.responses.retrieve(name)).status != "in_progress":
+                await asyncio.sleep(0.01)
+        await client.responses.cancel(name)
+        events = await read(raw, name)
+        assert [(event["sequence_number"], event["type"]) for event in events] == list(enumerate([
+            "response.created", "response.queued", "response.in_progress", "response.cancelled",
+        ]))  # fmt: skip
+
+
 async def test_failures_are_events(tmp_path: Path) -> None:
     """A prompt that turns out too long, and an engine that goes away."""
     async with stack(tmp_path) as served, sdk(served) as client, served.http() as raw:
