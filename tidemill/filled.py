@@ -5,10 +5,10 @@ It knows no message.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+from tidemill.given import described
 from tidemill.runtime.errors import InvalidRequest
 
 
@@ -23,9 +23,9 @@ def filled(kind: Any, fields: Mapping[str, Any]) -> Any:
         raise InvalidRequest(f"{place}: {failure}", param=place.rpartition(".")[2]) from failure
     except TypeError as failure:  # whose words are of how messages are made
         place, value = _misfit(kind, fields)
-        shown = f"{reprlib.repr(value)}, of type {type(value).__name__}"
         raise InvalidRequest(
-            f"{place} is {shown}, which it cannot hold; pass what the method's annotations name",
+            f"{place} is {described(value)}, which it cannot hold; pass what the method's"
+            " annotations name",
             param=place.rpartition(".")[2],
         ) from failure
 

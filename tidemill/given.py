@@ -46,8 +46,12 @@ def several(name: str, value: Any, wording: str) -> Any:
 
 def wrong_kind(name: str, value: Any, wording: str) -> InvalidRequest:
     """The error for a value of another kind."""
-    shown = f"{reprlib.repr(value)}, of type {type(value).__name__}"
-    return InvalidRequest(f"{name} is {shown}; pass {wording}", param=name)
+    return InvalidRequest(f"{name} is {described(value)}; pass {wording}", param=name)
+
+
+def described(value: Any) -> str:
+    """What it is, however long, and of which type."""
+    return f"{reprlib.repr(value)}, of type {type(value).__name__}"
 
 
 def printable(field: str, value: str) -> str:

@@ -17,24 +17,10 @@ from frontend.gap import (
     fit_prompt,
     of_suffix,
 )
-from frontend.messages import EngineFacts
 from frontend.request import Options, Sampling, TextRequest
 from frontend.validation import fit
+from tests.engine_facts import FACTS
 from tidemill.runtime.errors import InvalidRequest, Unsupported
-
-FACTS = EngineFacts(
-    instance_id="i",
-    model_id="m",
-    max_model_len=32,
-    vocab_size=300,
-    max_logprobs=5,
-    tokenizer_sha256="",
-    default_method="block_diffusion",
-    methods=("autoregressive", "block_diffusion"),
-    block_length=16,
-    mask_token_id=299,
-    eos_token_ids=(7,),
-)
 
 
 def ask(max_tokens: int | None = None, **fields: Any) -> TextRequest:

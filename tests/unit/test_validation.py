@@ -4,24 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from frontend.messages import EngineFacts
 from frontend.request import Options, Sampling, TextRequest
 from frontend.validation import check_request
+from tests.engine_facts import FACTS
 from tidemill.runtime.errors import InvalidRequest
-
-FACTS = EngineFacts(
-    instance_id="i",
-    model_id="m",
-    max_model_len=32,
-    vocab_size=300,
-    max_logprobs=5,
-    tokenizer_sha256="",
-    default_method="autoregressive",
-    methods=("autoregressive",),
-    block_length=0,
-    mask_token_id=0,
-    eos_token_ids=(7,),
-)
 
 
 def check(prompt: tuple[int, ...], **fields: object) -> None:
