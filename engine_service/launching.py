@@ -1,6 +1,7 @@
 """Where launching the layers of a step takes the host longer than computing them takes the device.
 
-It does not know what is done about it: longer steps (resolve), captured canvases (worker.buckets).
+It does not know what is done about it: longer steps (resolve), captured canvases and
+prompts (worker.buckets).
 """
 
 from __future__ import annotations

@@ -10,21 +10,24 @@ from typing import NamedTuple
 
 from engine_service.core.step import FULL
 from engine_service.core.strategy import DecodeStrategy
-from engine_service.launching import LAUNCH_BOUND
+from engine_service.launching import LAUNCH_BOUND, launch_bound
 from engine_service.models.base import ModelTraits
 from engine_service.resolve import CANVAS_BLOCK, ResolvedConfig
 from engine_service.sampling.batch import Wants
 from engine_service.worker.layout import StepLayout
 
 MAX_TOKENS = 512
-"""Largest captured step of ragged spans. Above, the device needs longer than its launches."""
+"""Largest captured step of ragged spans that decides, too. Of a longer one the decision is launched
+while the device computes."""
 
-_CANVAS_SIZES = (
+_SIZES = (
     *range(64, 512, 64),
     *range(512, 1024, 128),
     *range(1024, 2048, 256),
-    *range(2048, 3073, 512),
+    *range(2048, 4097, 512),
 )
+"""Tokens of captured steps of spans that are of any length."""
+_MOST_CANVAS_TOKENS = 3072
 _SHORT_CANVAS, _MOST_CANVASES = 32, 32
 """Steps of shorter canvases, on average, or of more of them, are launched: a graph has a place for
 every canvas, and one that is empty takes its time too."""
@@ -89,13 +92,18 @@ def buckets_of(
             token_budget=resolved.token_budget,
         )
         return sorted(blocks + whole, key=lambda one: one.tokens)
-    return list_buckets(
+    decoding = list_buckets(
         max_rows=resolved.max_rows,
         block=traits.mask_block,
         max_decide=max(strategy.max_decide for strategy in strategies),
         token_budget=resolved.token_budget,
         logit_limit=logit_limit,
     )
+    prompts = list_prompts(
+        max_rows=resolved.max_rows,
+        most_tokens=min(resolved.token_budget, launch_bound(traits.hidden_size)),
+    )
+    return sorted(decoding + prompts, key=lambda one: one.tokens)
 
 
 def list_canvas_buckets(
@@ -120,14 +128,24 @@ def list_whole_canvases(*, max_rows: int, longest: int, token_budget: int) -> li
     else decisions differ in.
     """
     made = []
-    for tokens in _CANVAS_SIZES:
-        if tokens > token_budget:
+    for tokens in _SIZES:
+        if tokens > min(token_budget, _MOST_CANVAS_TOKENS):
             break
         most, spans = min(tokens, longest), min(max(2, tokens // _SHORT_CANVAS), _MOST_CANVASES)
         made.append(Bucket(min(2 * max_rows, spans), tokens, most, 0, canvas=True, aside=True))
         if tokens % 128 == 0 and tokens <= LAUNCH_BOUND:
             made.append(Bucket(min(max_rows, spans), tokens, most, 0, canvas=True))
     return made
+
+
+def list_prompts(*, max_rows: int, most_tokens: int) -> list[Bucket]:
+    """Those of a causal or block model with prompts, beside other rows or not: as with canvases
+    that are computed whole, whatever is decided, scored or pooled is launched behind."""
+    return [
+        Bucket(min(tokens, max_rows), tokens, tokens, 0)
+        for tokens in _SIZES
+        if tokens <= most_tokens
+    ]
 
 
 def list_buckets(
@@ -150,7 +168,7 @@ def list_buckets(
         for blocks in (1, 2):
             buckets.append(Bucket(rows, rows * blocks * block, 2 * block, decided))
     if block == 1:
-        for tokens in (64, 128, 256, MAX_TOKENS):
+        for tokens in (size for size in _SIZES if size <= MAX_TOKENS):
             rows = min(tokens, max_rows, logit_limit)
             buckets.append(Bucket(rows, tokens, tokens, rows))
     limit = max(token_budget, max_rows)
@@ -181,12 +199,14 @@ def find_bucket(layout: StepLayout, buckets: Sequence[Bucket]) -> Bucket | None:
     )
 
 
-def find_forward_bucket(layout: StepLayout, buckets: Sequence[Bucket]) -> Bucket | None:
+def find_forward_bucket(
+    layout: StepLayout, buckets: Sequence[Bucket], most_launched: int
+) -> Bucket | None:
     """The first of those that decide nothing with room for the step; None where it must be
     launched, as where some canvases stand aside and others do not.
 
-    Steps of more than LAUNCH_BOUND are replayed where an eighth is padded at most: of an 8B model
-    padding costs more than launches.
+    Steps of more than `most_launched` tokens (`launch_bound` of the model) are replayed where an
+    eighth is padded at most: padding costs more than launches there.
     """
     aside = layout.aside
     if aside is not None and len(layout.rows):
@@ -194,7 +214,7 @@ def find_forward_bucket(layout: StepLayout, buckets: Sequence[Bucket]) -> Bucket
     num_spans = len(layout.rows) if aside is None else len(aside.lengths)
     longest = layout.max_query_len if aside is None else aside.longest
     num_tokens = len(layout.places)
-    most = max(LAUNCH_BOUND, num_tokens + num_tokens // 8)
+    most = max(most_launched, num_tokens + num_tokens // 8)
     return next(
         (
             bucket

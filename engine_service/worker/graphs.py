@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from engine_service.core.step import Span
+from engine_service.launching import launch_bound
 from engine_service.sampling.batch import DecideResult
 from engine_service.staging import Arena
 from engine_service.worker.batch import DecidePart, bind_batch, columns_of
@@ -76,6 +77,7 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         rows = max(bucket.decided or bucket.tokens for bucket in buckets)
         shape, width = program.backend.shape, program.model.traits.hidden_size
+        self._most_launched = launch_bound(width)
         self._hidden = torch.zeros(rows, width, dtype=shape.dtype, device=device)
         """Where graphs leave hidden states for what follows them, and those of a later stage find
         what the one ahead has passed on."""
@@ -103,8 +105,7 @@ class StepGraphs:
 
     def has_room(self, layout: StepLayout) -> bool:
         """Whether a step's forward at least is captured."""
-        found = find_bucket(layout, self._buckets) or find_forward_bucket(layout, self._buckets)
-        return found is not None
+        return (find_bucket(layout, self._buckets) or self._find_forward(layout)) is not None
 
     def run(self, layout: StepLayout) -> DecideResult | None:
         """Replays the step's graph; None where no bucket has room. Never waits."""
@@ -129,7 +130,7 @@ class StepGraphs:
     def forward(self, layout: StepLayout) -> torch.Tensor | None:
         """[T, E] hidden states of a step whose decision no graph has, to be read before the next
         replay, and passed on; None where no bucket has room. Never waits for the host."""
-        bucket = find_forward_bucket(layout, self._buckets)
+        bucket = self._find_forward(layout)
         if bucket is None:
             return None
         program, num_tokens = self._program, len(layout.places)
@@ -144,6 +145,9 @@ class StepGraphs:
             # The next step overwrites them, and those behind may take them later.
             program.pass_on(hidden.clone())
         return hidden
+
+    def _find_forward(self, layout: StepLayout) -> Bucket | None:
+        return find_forward_bucket(layout, self._buckets, self._most_launched)
 
     def _template(self, bucket: Bucket, method: int | None) -> StepLayout:
         """A step of padding alone; None: that decides nothing."""

@@ -20,6 +20,7 @@ import torch
 
 from engine_service.attention.base import AttentionBackend
 from engine_service.kernels.jit import HAS_TRITON, INTERPRETED
+from engine_service.launching import LAUNCH_BOUND
 from engine_service.sampling.batch import DecideResult
 from engine_service.staging import stage
 from engine_service.worker.batch import bind_batch, columns_of
@@ -29,6 +30,7 @@ from engine_service.worker.buckets import (
     find_bucket,
     find_forward_bucket,
     list_buckets,
+    list_prompts,
 )
 from engine_service.worker.layout import StepLayout
 from engine_service.worker.padding import pad, pad_forward, padding_forward
@@ -116,11 +118,10 @@ class PaddedSteps:
         return program.decide(bound, program.logits(bound, states))
 
     def has_room(self, layout: StepLayout) -> bool:
-        buckets = self._buckets
-        return any(find(layout, buckets) for find in (find_bucket, find_forward_bucket))
+        return (find_bucket(layout, self._buckets) or self._find_forward(layout)) is not None
 
     def forward(self, layout: StepLayout) -> torch.Tensor | None:
-        bucket = find_forward_bucket(layout, self._buckets)
+        bucket = self._find_forward(layout)
         if bucket is None:
             return None
         self.ran.append(bucket)
@@ -135,6 +136,9 @@ class PaddedSteps:
         batch = bind_batch(padded, stage(columns, program.tables.device), program.tables)
         with nan_behind(program.backend, len(layout.places)):
             return program.forward(batch)[: len(layout.places)]
+
+    def _find_forward(self, layout: StepLayout) -> Bucket | None:
+        return find_forward_bucket(layout, self._buckets, LAUNCH_BOUND)
 
 
 def make_llm(folder: Path, backend: str) -> LLM:
@@ -156,6 +160,7 @@ def pad_steps(llm: LLM, *, block: int, spoil: Spoil | None = None) -> PaddedStep
     buckets = list_buckets(
         max_rows=ROWS, block=block, max_decide=block, token_budget=256, logit_limit=256
     )
+    buckets += list_prompts(max_rows=ROWS, most_tokens=256)
     runner._graphs = PaddedSteps(runner._program, buckets, spoil)
     return runner._graphs
 
@@ -193,13 +198,15 @@ def test_decoding_rows(folders: dict[str, Path], kinds: list[dict], seed: int) -
 @interpreted
 @pytest.mark.parametrize(("name", "block"), [("causal", 1), ("block", BLOCK)])
 def test_ragged_spans(folders: dict[str, Path], name: str, block: int, seed: int) -> None:
-    """Prompts beside decoding rows, and blocks beside stored blocks, by the captured library."""
+    """Prompts beside decoding rows or blocks, and blocks beside stored ones, by the captured
+    library."""
     want = tokens(make_llm(folders[name], "sdpa"), seed, count=6, kinds=MIXED)
     llm = make_llm(folders[name], "triton")
     steps = pad_steps(llm, block=block)
     assert tokens(llm, seed, count=6, kinds=MIXED) == want
     assert any(bucket.longest > 1 for bucket in steps.ran)
     assert block > 1 or any(bucket.longest == 1 for bucket in steps.ran)
+    assert block == 1 or any(bucket.longest > 2 * block for bucket in steps.ran), "of prompts"
 
 
 @interpreted

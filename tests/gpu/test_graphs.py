@@ -10,6 +10,8 @@ import torch
 
 from engine_service.sampling import sampler
 from engine_service.worker import graphs
+from engine_service.worker.buckets import MAX_TOKENS
+from engine_service.worker.layout import StepLayout
 from tests.sampling_batches import choosing_all
 from tidemill.llm import LLM
 from tidemill.sampling_params import SamplingParams, StructuredOutputsParams
@@ -58,7 +60,8 @@ def requests(model: str, seed: int, count: int) -> tuple[list[list[int]], list[S
 def run(
     model: str, prompts, params, *, overlaps: bool = True, foreseen_tokens: int = 2048, **config
 ) -> list[list[int]]:
-    llm = LLM(model, device="cuda", max_model_len=256, memory_fraction=0.2, **config)
+    config = {"max_model_len": 256, **config}
+    llm = LLM(model, device="cuda", memory_fraction=0.2, **config)
     assert llm._loop._depth == 1
     llm._loop._depth = int(overlaps)
     planner = llm._loop._scheduler.planner
@@ -74,6 +77,35 @@ def test_graphs_on_equals_graphs_off(model: str, max_rows: int, seed: int) -> No
     config = {"dtype": "float32", "max_rows": max_rows, "prefix_caching": False}
     captured = run(model, prompts, params, **config)
     launched = run(model, prompts, params, enforce_eager=True, **config)
+    assert captured == launched
+
+
+@pytest.mark.parametrize("model", ["demo", "demo-block"])
+def test_captured_prompts_are_launched_ones(
+    model: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long ones, beside rows that go on, some of them scored."""
+    draw = random.Random(seed)
+    sizes = [30, 64, 500, 700, 1025, 1800]
+    prompts = [[draw.randrange(32, 120) for _ in range(draw.choice(sizes))] for _ in range(24)]
+    scored = [{"temperature": 0.0, "prompt_logprobs": 1}] if model == "demo" else []
+    kinds = KINDS[model] + scored
+    params = [
+        SamplingParams(max_tokens=draw.randint(9, 60), seed=number, ignore_eos=True, **kind)
+        for number, kind in enumerate(draw.choices(kinds, k=len(prompts)))
+    ]
+    replayed, forward = [], graphs.StepGraphs.forward
+
+    def counted(self: graphs.StepGraphs, layout: StepLayout) -> torch.Tensor | None:
+        hidden = forward(self, layout)
+        replayed.append(0 if hidden is None else len(layout.places))
+        return hidden
+
+    monkeypatch.setattr(graphs.StepGraphs, "forward", counted)
+    config = {"dtype": "float32", "max_rows": 5, "prefix_caching": False, "max_model_len": 2048}
+    captured = run(model, prompts, params, token_budget=4096, **config)
+    assert max(replayed) > MAX_TOKENS
+    launched = run(model, prompts, params, token_budget=4096, enforce_eager=True, **config)
     assert captured == launched
 
 

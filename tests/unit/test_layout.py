@@ -9,12 +9,14 @@ import torch
 
 from engine_service.core.step import FULL, PageAppend, Span
 from engine_service.core.strategy import KeyChoice
+from engine_service.launching import LAUNCH_BOUND, launch_bound
 from engine_service.worker.aside import AsideLayout, lay_out_aside
 from engine_service.worker.buckets import (
     Bucket,
     find_bucket,
     find_forward_bucket,
     list_buckets,
+    list_prompts,
     list_whole_canvases,
     row_sizes,
 )
@@ -163,7 +165,7 @@ def test_canvases_aside_and_over_the_pages_have_buckets_of_their_own():
         layout = lay_out(
             spans, tables, logits_shift=0, logit_chunk=1000, choice_of=lambda _: nothing
         )
-        return find_forward_bucket(layout, buckets)
+        return find_forward_bucket(layout, buckets, LAUNCH_BOUND)
 
     aside = Span(0, 0, 30, 0, FULL, 3, 7, aside=1)
     paged = Span(1, 0, 30, 30, FULL, 3, 7)
@@ -187,8 +189,28 @@ def test_long_canvases_are_replayed_where_little_is_padded():
     for tokens, size in ((1000, 1024), (1025, None), (1137, None), (1138, 1280), (2848, 3072)):
         layout = replace(one, places=np.zeros(tokens, dtype=np.int64), aside=as_aside(tables))
         layout = replace(layout, rows=layout.rows[:0])
-        found = find_forward_bucket(layout, buckets)
+        found = find_forward_bucket(layout, buckets, LAUNCH_BOUND)
         assert (None if found is None else found.tokens) == size
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "most"), [(1024, 4096), (2048, 4096), (4096, 1024), (5120, 640)]
+)
+def test_prompts_are_replayed_where_launching_takes_longer_than_computing(hidden_size, most):
+    tables = make_tables()
+    bound = launch_bound(hidden_size)
+    buckets = list_prompts(max_rows=256, most_tokens=min(8192, bound))
+    assert max(one.tokens for one in buckets) == most
+    assert len(buckets) <= 21, "each is captured at start-up"
+    one = laid_out([Span(0, 0, WIDTH, WIDTH, 1, WIDTH, WIDTH + 1)], tables)
+    for tokens in range(WIDTH, most + 1):
+        layout = replace(one, places=np.zeros(tokens, dtype=np.int64), max_query_len=tokens)
+        found = find_forward_bucket(layout, buckets, bound)
+        assert found is not None
+        assert tokens <= found.tokens <= tokens + max(63, tokens // 4)
+        assert (found.rows, found.decided) == (min(256, found.tokens), 0), "any rows, of any kind"
+    longer = replace(one, places=np.zeros(most + 1, dtype=np.int64), max_query_len=most + 1)
+    assert find_forward_bucket(longer, buckets, bound) is None, "launched"
 
 
 def as_aside(tables: RowTables) -> AsideLayout:
