@@ -6,6 +6,7 @@ kernels, interpreted, where spans are ragged.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from engine_service.worker.buckets import (
 from engine_service.worker.layout import StepLayout
 from engine_service.worker.padding import pad, pad_forward, padding_forward
 from engine_service.worker.program import StepProgram
+from tests.equivalence.shapes import SHAPES
 from tests.models.checkpoints import SIZES, Case, write
 from tidemill.llm import LLM
 from tidemill.sampling_params import SamplingParams
@@ -61,7 +63,8 @@ def as_block_model(config: dict) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two layers, one of them with a sliding window; the same sizes as a block-diffusion model."""
+    """Two layers, one of them with a sliding window; the same sizes as a block-diffusion model; and
+    one whose tokens choose experts with their block."""
     made = {}
     windowed = {
         "use_sliding_window": True,
@@ -72,6 +75,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         made[name] = tmp_path_factory.mktemp(name)
         options = {"head_dim": 16, "num_hidden_layers": 2, **more}
         write(Case(name=name, kind="Qwen3", options=options, edit=edit), made[name], seed=5)
+    made["routed"] = tmp_path_factory.mktemp("routed")
+    routed = SHAPES["llada2-moe"].config | {"expert_capacity": 4, "block_size": BLOCK}
+    (made["routed"] / "config.json").write_text(json.dumps(routed))
     return made
 
 
@@ -142,8 +148,10 @@ class PaddedSteps:
 
 
 def make_llm(folder: Path, backend: str) -> LLM:
+    has_weights = any(folder.glob("*.safetensors"))
     return LLM(
         str(folder),
+        load_format="auto" if has_weights else "dummy",
         device="cpu",
         dtype="float32",
         attention_backend=backend,
@@ -196,7 +204,7 @@ def test_decoding_rows(folders: dict[str, Path], kinds: list[dict], seed: int) -
 
 
 @interpreted
-@pytest.mark.parametrize(("name", "block"), [("causal", 1), ("block", BLOCK)])
+@pytest.mark.parametrize(("name", "block"), [("causal", 1), ("block", BLOCK), ("routed", BLOCK)])
 def test_ragged_spans(folders: dict[str, Path], name: str, block: int, seed: int) -> None:
     """Prompts beside decoding rows or blocks, and blocks beside stored ones, by the captured
     library."""
