@@ -13,6 +13,7 @@ Shapes: M rows, N outputs (gate, then up), G = N / 2, K inputs.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -155,14 +156,27 @@ class Quack:
         if dtype not in self._works:
             if torch.cuda.is_current_stream_capturing():
                 return False  # nothing compiles then
-            self._works[dtype] = {one for one in TILES if self._is_right(one, dtype, x_MK.device)}
+            self._works[dtype] = self._try_all(dtype, x_MK.device)
         works = self._works[dtype]
-        if tile in works and not self._run(tile, x_MK, weight_NK, out_MG):
-            works.discard(tile)
+        if tile in works:
+            fault = self._run(tile, x_MK, weight_NK, out_MG)
+            if fault is not None:
+                works.discard(tile)
+                self._tell([tile], fault)
         return tile in works
 
-    def _is_right(self, tile: GatedTile, dtype: torch.dtype, device: torch.device) -> bool:
-        """Of a few tiles, some of them not full."""
+    def _try_all(self, dtype: torch.dtype, device: torch.device) -> set[GatedTile]:
+        """Those that work. What is wrong with several is told once."""
+        by_fault: dict[str | None, list[GatedTile]] = {}
+        for tile in TILES:
+            by_fault.setdefault(self._try(tile, dtype, device), []).append(tile)
+        works = by_fault.pop(None, [])
+        for fault, tiles in by_fault.items():
+            self._tell(tiles, fault)
+        return set(works)
+
+    def _try(self, tile: GatedTile, dtype: torch.dtype, device: torch.device) -> str | None:
+        """What is wrong with it, by a product of a few such tiles, some of them not full."""
         draw = torch.Generator().manual_seed(0)
         rows, outputs = 2 * tile.rows + 24, 4 * tile.outputs + 16
         x_MK, weight_NK = (
@@ -171,18 +185,18 @@ class Quack:
         )
         weight_NK *= _PROBE_INPUTS**-0.5
         got_MG = x_MK.new_full((rows, outputs // 2), torch.nan)
-        if not self._run(tile, x_MK, weight_NK, got_MG):
-            return False
+        fault = self._run(tile, x_MK, weight_NK, got_MG)
+        if fault is not None:
+            return fault
         want_MG = silu_mul_ref(x_MK.float() @ weight_NK.float().t())
         error = float((got_MG.float() - want_MG).abs().max() / want_MG.abs().max())
         is_right = error <= _MOST_ERROR
-        if not is_right:
-            self._tell(tile, f"it computes wrong numbers (error {error:.3g})")
-        return is_right
+        return None if is_right else f"it computes wrong numbers (error {error:.3g})"
 
     def _run(
         self, tile: GatedTile, x_MK: torch.Tensor, weight_NK: torch.Tensor, out_MG: torch.Tensor
-    ) -> bool:
+    ) -> str | None:
+        """What failed, if anything did."""
         try:
             self._gemm_gated(
                 x_MK,
@@ -196,13 +210,13 @@ class Quack:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            self._tell(tile, in_one_line(error))
-            return False
-        return True
+            return in_one_line(error)
+        return None
 
-    def _tell(self, tile: GatedTile, fault: str) -> None:
+    def _tell(self, tiles: Sequence[GatedTile], fault: str | None) -> None:
+        named = ", ".join(map(str, tiles))
         _LOG.warning(
-            "QuACK's gated product is off for tiles of %s, the library multiplies: %s", tile, fault
+            "QuACK's gated product is off for tiles of %s, the library multiplies: %s", named, fault
         )
 
 
