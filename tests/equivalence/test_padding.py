@@ -218,6 +218,30 @@ def test_ragged_spans(folders: dict[str, Path], name: str, block: int, seed: int
 
 
 @interpreted
+def test_what_is_scored_and_pooled(folders: dict[str, Path], seed: int) -> None:
+    """Behind prompts that are padded, by whoever follows them."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(MASK) for _ in range(length)] for length in (40, 3, 17, 9)]
+    params = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=0)
+
+    def measure(llm: LLM) -> np.ndarray:
+        scored = [one.prompt_logprobs for one in llm.generate(prompts, params, use_tqdm=False)]
+        scores = [
+            place[token].logprob
+            for places, prompt in zip(scored, prompts, strict=True)
+            for place, token in zip(places[1:], prompt[1:], strict=True)
+        ]
+        vectors = [one.embedding for one in llm.embed(prompts)]
+        return np.concatenate([np.array(scores), *map(np.array, vectors)])
+
+    want = measure(make_llm(folders["causal"], "sdpa"))
+    llm = make_llm(folders["causal"], "triton")
+    steps = pad_steps(llm, block=1)
+    np.testing.assert_allclose(measure(llm), want, atol=1e-4)
+    assert sum(not bucket.decided for bucket in steps.ran) >= 2, "steps that score, and that pool"
+
+
+@interpreted
 @pytest.mark.parametrize("name", ["causal", "block"])
 def test_triton_gives_the_tokens_of_sdpa(folders: dict[str, Path], name: str, seed: int) -> None:
     want = tokens(make_llm(folders[name], "sdpa"), seed, count=4, kinds=MIXED)
