@@ -1,13 +1,15 @@
 """uvicorn's HTTP protocol with bounds for what a client makes us keep, and how long it may take.
 
 uvicorn and httptools keep a head of any size, and wait for the rest of a request for ever. Where a
-request offers another protocol they lose its body. It does not know what is asked.
+request offers another protocol they lose its body, and of several requests that came at once only
+the last one learns that its client left. It does not know what is asked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -41,6 +43,8 @@ class BoundedHttp(HttpToolsProtocol):
         """Bytes since the last one that was a body's, or that ended a head or a message."""
         self.same_without_offer = b""
         """The head of a request that offers another protocol, as if it did not: it is to follow."""
+        self._unanswered: deque[Any] = deque()
+        """Cycles of requests, the one that runs first; those that are answered go with the next."""
 
     def connection_made(self, transport: Any) -> None:
         """See asyncio.Protocol. Who connects has as long for the first request as for any."""
@@ -51,6 +55,10 @@ class BoundedHttp(HttpToolsProtocol):
         """See asyncio.Protocol."""
         self._heard()
         super().connection_lost(exc)
+        for cycle in self._unanswered:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def data_received(self, received: bytes) -> None:
         """See asyncio.Protocol."""
@@ -70,6 +78,9 @@ class BoundedHttp(HttpToolsProtocol):
         self.same_without_offer = self._without_offer() if self.parser.should_upgrade() else b""
         if not self.same_without_offer:
             super().on_headers_complete()
+            while self._unanswered and self._unanswered[0].response_complete:
+                self._unanswered.popleft()
+            self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         """Called by the parser."""

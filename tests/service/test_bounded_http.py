@@ -111,6 +111,25 @@ async def test_a_client_that_leaves_inside_of_its_request_is_no_failure_of_ours(
     assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_client_that_leaves_ends_the_first_of_several_requests_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, streams: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    body = b'{"prompt": "ab", "max_tokens": 100, "stream": %b}' % str(streams).lower().encode()
+    asked = POST + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    async with stack(tmp_path) as served:
+        served.engine.step_s = 0.02
+        _, writer = await asyncio.open_connection("127.0.0.1", served.frontend.http_port)
+        writer.write(asked * 3)
+        await until(lambda: served.engine.live)
+        writer.close()
+        await until(lambda: served.engine.outcomes)
+        assert served.engine.outcomes == ["aborted"]
+        assert len(served.engine.submits) == 1, "nobody is there for the others"
+    assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
+
+
 @pytest.mark.parametrize("cut", [None, 30, 200], ids=str)
 async def test_a_request_that_offers_another_protocol_keeps_its_body(
     tmp_path: Path, cut: int | None
