@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from frontend.detokenizer import (
     ByteDetokenizer,
@@ -21,6 +21,9 @@ from frontend.detokenizer import (
 )
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 from tidemill.sentencepiece import MODEL_FILE, tokenizer_json
+
+_SHORT_CHARS = 2000
+"""Encoded in less time than it takes to hand them to another thread and back."""
 
 
 class Piece(NamedTuple):
@@ -78,10 +81,19 @@ class TextTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids. Raises InvalidRequest for text that is not Unicode (lone surrogates)."""
+        return self._encoding(text, add_special_tokens=add_special_tokens).ids
+
+    def _encoding(self, text: str, *, add_special_tokens: bool = False) -> Encoding:
+        """Without offsets where the text is long: there the library's way for batches lets other
+        threads run, which that for one text does not, and takes a fifth of its time."""
+        named = {"add_special_tokens": add_special_tokens}
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) <= _SHORT_CHARS:
+                return self._tokenizer.encode(text, **named)
+            (encoding,) = self._tokenizer.encode_batch_fast([text], **named)
         except (UnicodeEncodeError, TypeError) as failure:
             raise InvalidRequest(f"the text is not valid Unicode: {failure}") from failure
+        return encoding
 
     def as_transformers(self, max_tokens: int) -> Any:
         """The same tokenizer, with its template, behind the interface of transformers' own. It
@@ -111,13 +123,8 @@ class TextTokenizer:
         At most `keep` tokens, special ones included: the end is cut, of a pair that of the second
         text. Raises InvalidRequest where `keep` leaves no room.
         """
-        try:
-            own = self._tokenizer.encode(text, add_special_tokens=False)
-            other = None
-            if second is not None:
-                other = self._tokenizer.encode(second, add_special_tokens=False)
-        except (UnicodeEncodeError, TypeError) as failure:
-            raise InvalidRequest(f"the text is not valid Unicode: {failure}") from failure
+        own = self._encoding(text)
+        other = None if second is None else self._encoding(second)
         if keep is not None:
             room = keep - self._tokenizer.num_special_tokens_to_add(other is not None)
             room -= 0 if other is None else len(own.ids)
