@@ -43,6 +43,8 @@ keeps what they find, up to 250 bytes a step: with its own limit a regular expre
 characters, `((b{1000}){1000}){800}`, holds 237 MB."""
 _MAX_FUEL = 1_000_000
 """The library's own limit: what does not compile with less may take that."""
+_MAX_SYMBOLS = 30_000
+"""The library takes time by the square, and nothing stops it: minutes for 100,000; others wait."""
 _MAX_KEPT = 128 * _FUEL
 """Steps of all compiled grammars that are kept, the last ones used: some 600 MB at worst."""
 _SILENT = 0
@@ -87,8 +89,7 @@ class LlGrammars:
     """core.constraint.Grammars."""
 
     def __init__(self, folder: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`folder` is to hold tokenizer.json or tokenizer.model, whose ids end before
-        `vocab_size`.
+        """`folder` is to hold tokenizer.json or tokenizer.model; all ids are below `vocab_size`.
 
         It is read here and not with the first grammar: where the vocabulary is large that takes
         more than a second, in which the library lets no other thread run.
@@ -171,7 +172,7 @@ def _read_tokenizer(folder: str, vocab_size: int, eos_token_ids: list[int]) -> L
 def _compiled(tokenizer: LLTokenizer, grammar: str) -> _Compiled:
     """With as few steps ahead as it takes; it may hold an error."""
     for fuel in (min(_FUEL + len(grammar), _MAX_FUEL), _MAX_FUEL):
-        limits = LLParserLimits(initial_lexer_fuel=fuel)
+        limits = LLParserLimits(max_grammar_size=_MAX_SYMBOLS, initial_lexer_fuel=fuel)
         made = LLMatcher(tokenizer, grammar, log_level=_SILENT, limits=limits)
         if not made.is_error():
             break
@@ -225,8 +226,7 @@ def _of_tags(text: str, tokenizer: LLTokenizer) -> str:
     tags, find = [], trigger_finder(triggers)
     for one in given["structures"]:
         begin = one["begin"]
-        trigger = find(begin)
-        if trigger is None:
+        if (trigger := find(begin)) is None:
             raise ValueError(f"no trigger begins {begin!r}; name one in triggers")
         lark = held_lark(one.get("lark") or "")
         inner = lark or {"x-guidance": _SPACE, **held_schema(schema_of(one))}

@@ -140,3 +140,28 @@ def test_a_grammar_that_needs_more_work_than_its_length_allows_compiles(
     grammars.compile(schema)
     assert grammars._kept[schema].fuel == llguidance._MAX_FUEL
     assert answer(grammars, grammars.open(schema), '{"a": 1}') == '{"a": 1}.'
+
+
+MANY = 35_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("ebnf", "start: " + " | ".join(f'"a{i}"' for i in range(MANY))),
+        ("json_schema", {"type": "object", "properties": {f"p{i}": {} for i in range(MANY // 4)}}),
+    ],
+)
+def test_what_would_keep_others_waiting_for_minutes_is_refused(
+    grammars: LlGrammars, kind: str, given: object
+) -> None:
+    with pytest.raises(InvalidRequest, match="too big") as refused:
+        grammars.compile(spec(kind, given))
+    assert refused.value.param == f"constraint.{kind}"
+
+
+def test_grammars_as_large_as_the_library_can_follow_compile(grammars: LlGrammars) -> None:
+    large = spec("ebnf", "start: " + " | ".join(f'"a{i}"' for i in range(1500)))
+    assert answer(grammars, grammars.open(large), "a1499") == "a1499."
+    wide = spec("json_schema", {"properties": {f"p{i}": {} for i in range(400)}})
+    assert answer(grammars, grammars.open(wide), '{"p399": 1}') == '{"p399": 1}.'
