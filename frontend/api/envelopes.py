@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tidemill.runtime.errors import ServiceError
+from tidemill.runtime.rpc import in_short
 
 ANTHROPIC_PATH = "/v1/messages"
 OIP_PATHS = ("/v2/models/", "/v2/health/")
@@ -46,13 +47,14 @@ def error_body(error: ServiceError, path: str) -> dict[str, Any]:
 
 def oip_error(error: ServiceError) -> dict[str, Any]:
     """The Open Inference Protocol's: a text, and beside it what programs want to know."""
-    return {"error": error.message, "code": error.reason.lower(), "param": error.param}
+    message, param = _told(error)
+    return {"error": message, "code": error.reason.lower(), "param": param}
 
 
 def openai_error(error: ServiceError) -> dict[str, Any]:
     """OpenAI's error object; numeric facts (n_ctx, n_prompt_tokens) stand beside its fields."""
     facts = {name: int(text) for name, text in error.facts.items() if text.isdecimal()}
-    code, message, param = error.reason.lower(), error.message, error.param
+    code, (message, param) = error.reason.lower(), _told(error)
     if param == _CANVAS:
         message, param = message.replace(_CANVAS, _CANVAS_HERE), _CANVAS_HERE
     if error.reason == _OVERFLOW:  # OpenAI's SDK leaves the code out of its exceptions' texts
@@ -70,13 +72,20 @@ def openai_error(error: ServiceError) -> dict[str, Any]:
 
 def anthropic_error(error: ServiceError) -> dict[str, Any]:
     """Anthropic's error object. It has no field for the parameter, so the message names it."""
-    message, param = error.message, error.param
+    message, param = _told(error)
     if error.reason == _OVERFLOW and error.facts:
         message = _overflow(error.facts)
     elif param is not None and param not in message:
         message = f"{param}: {message}"
     kind = _ANTHROPIC_TYPES.get(error.http_status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _told(error: ServiceError) -> tuple[str, str | None]:
+    """Message and parameter, as short as over gRPC: they may repeat what a client sent, which is
+    megabytes where it sent megabytes, five times that where it is written with escapes."""
+    message, param, _ = in_short(error)
+    return message, None if error.param is None else param
 
 
 def _overflow(facts: Mapping[str, str]) -> str:
