@@ -19,6 +19,7 @@ from frontend.api.query import ModelsQuery, documented_query, read_query
 from frontend.desk import FrontDesk
 from frontend.reading import check_place
 from frontend.served import ServedModel
+from frontend.tokenizer import Vocabulary
 from tidemill import __version__
 from tidemill.runtime.errors import InvalidRequest
 
@@ -100,13 +101,17 @@ async def _tokenize(desk: FrontDesk, body: TokenizeBody) -> dict[str, Any]:
         token_ids = await desk.tokenize(model, prompt, body.add_special_tokens)
     pieces = None
     if body.return_token_strs:
-        pieces = [model.tokenizer.piece(token_id).text for token_id in token_ids]
+        pieces = await desk.pool.run(_texts, model.tokenizer, token_ids, size=len(token_ids))
     return {
         "count": len(token_ids),
         "max_model_len": model.facts.max_model_len,
         "tokens": token_ids,
         "token_strs": pieces,
     }
+
+
+def _texts(tokenizer: Vocabulary, token_ids: Sequence[int]) -> list[str]:
+    return [tokenizer.piece(token_id).text for token_id in token_ids]
 
 
 def _page(names: Sequence[str], asked: ModelsQuery) -> tuple[Sequence[str], bool]:

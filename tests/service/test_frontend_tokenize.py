@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from frontend.tokenizer import Piece, TextTokenizer
 from tests.service.frontends import stack
 
 HI = [{"role": "user", "content": "hi é"}]
@@ -33,6 +35,22 @@ async def test_a_text(client: httpx.AsyncClient) -> None:
     answer = await tokenized(client, prompt="hello é", return_token_strs=True)
     assert answer["token_strs"] == ["hell", "o", " ", "\ufffd", "\ufffd"]
     assert (await tokenized(client, prompt="", add_special_tokens=True))["tokens"] == []
+
+
+async def test_strings_of_many_tokens_are_made_beside_the_event_loop(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makers, piece = set(), TextTokenizer.piece
+
+    def made(self: TextTokenizer, token_id: int) -> Piece:
+        makers.add(threading.current_thread())
+        return piece(self, token_id)
+
+    monkeypatch.setattr(TextTokenizer, "piece", made)
+    answer = await tokenized(client, prompt="é" * 20_000, return_token_strs=True)
+    assert len(answer["token_strs"]) == answer["count"] == 40_000
+    assert makers
+    assert threading.main_thread() not in makers
 
 
 async def test_messages(client: httpx.AsyncClient) -> None:
