@@ -23,7 +23,7 @@ from frontend.request import Options, Sampling
 from frontend.tokenizer import Piece, Vocabulary
 from frontend.validation import MAX_SEQUENCES, check_stop_lengths
 from tidemill.outputs import CompletionOutput, Logprob, RequestOutput, RequestUsage
-from tidemill.prompts import TextPrompt, read_bad_words
+from tidemill.prompts import TextPrompt, packed_ids, read_bad_words
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.sampling_params import SamplingParams
 from tidemill.structured import constraint_of
@@ -171,6 +171,7 @@ class Pending:
         self.prompt = prompt
         self.params = params
         self.bad_words = read_bad_words(params, vocabulary)
+        self.packed = packed_ids(prompt.token_ids)  # before a vocabulary reads any of them
         view = PromptView(
             prompt.token_ids, prompt.text or "", gap=prompt.gap, goes_on=prompt.goes_on
         )
@@ -223,26 +224,20 @@ class Pending:
 
 def to_submits(pending: Pending, keys: Iterator[int]) -> Iterator[Submit]:
     """One Submit per sequence; unseeded sequences of a request draw their own seeds."""
-    params, prompt, gap = pending.params, pending.prompt.token_ids, pending.prompt.gap
+    params, prompt_len, gap = pending.params, len(pending.prompt.token_ids), pending.prompt.gap
     sampling = _core_sampling(params, pending.bad_words)
     asked = constraint_of(params.structured_outputs)
     if gap is not None:
         sampling = replace(sampling, max_tokens=gap.num_tokens + len(gap.suffix_ids))
-    try:
-        packed = struct.pack(f"<{len(prompt)}I", *prompt)
-    except (struct.error, TypeError) as failure:
-        raise InvalidRequest(
-            "prompt token ids must be integers from 0 to 4294967295", param="prompt_token_ids"
-        ) from failure
     for choice in range(params.n):
         yield Submit(
             key=next(keys),
             request_id=f"{pending.request_id}-{choice}",
-            prompt=packed,
+            prompt=pending.packed,
             sampling=sampling,
             decoding=DecodingChoice(method=params.method, params=params.knobs),
             choice=choice,
-            pinned=gap.pinned(len(prompt)) if gap else (),
+            pinned=gap.pinned(prompt_len) if gap else (),
             constraint=None if asked is None else ConstraintSpec(asked.kind, asked.text),
         )
 

@@ -5,7 +5,6 @@ It does not know the engine's loop.
 
 from __future__ import annotations
 
-import struct
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from engine_service.model_folder import CONFIG
 from frontend.served import labels_of, likeliest, read_labels
 from frontend.tokenizer import TextTokenizer
 from tidemill.outputs import ClassificationOutput, EmbeddingOutput
+from tidemill.prompts import packed_ids
 from tidemill.runtime.errors import InternalError, InvalidRequest
 from tidemill.vectors import Input, as_inputs
 
@@ -34,16 +34,10 @@ class PoolPrompt(NamedTuple):
 
     def to_submit(self, key: int) -> Submit:
         """Raises InvalidRequest for what is no token id."""
-        try:
-            packed = struct.pack(f"<{len(self.token_ids)}I", *self.token_ids)
-        except (struct.error, TypeError) as failure:
-            raise InvalidRequest(
-                "prompt token ids must be integers from 0 to 4294967295", param="prompt_token_ids"
-            ) from failure
         return Submit(
             key=key,
             request_id=f"offline-pool-{key}",
-            prompt=packed,
+            prompt=packed_ids(self.token_ids),
             sampling=SamplingParams(),
             decoding=DecodingChoice(),
             pool=self.choice,

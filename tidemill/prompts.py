@@ -6,6 +6,7 @@ and served requests are read the same. It does not know the engine's loop.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -142,6 +143,16 @@ class PromptReader:
         )
         assert gap is not None, "a suffix with tokens, and no gap"
         return gap
+
+
+def packed_ids(token_ids: Sequence[int]) -> bytes:
+    """A prompt as it goes to the engine; raises InvalidRequest for what is no token id."""
+    try:
+        return struct.pack(f"<{len(token_ids)}I", *token_ids)
+    except (struct.error, TypeError) as failure:
+        raise InvalidRequest(
+            "prompt token ids must be integers from 0 to 4294967295", param="prompt_token_ids"
+        ) from failure
 
 
 def read_bad_words(params: SamplingParams, vocabulary: Vocabulary) -> list[tuple[int, ...]]:

@@ -193,3 +193,13 @@ def test_token_ids_of_numpy_are_one_prompt() -> None:
     ids: Any = np.array([65, 66])
     assert as_list(ids) == as_inputs(ids) == [[65, 66]]
     assert len(as_list([ids, ids])) == len(as_inputs([ids, ids])) == 2
+
+
+@pytest.mark.parametrize("wrong", [None, "a", 1.5, -1, 1 << 32])
+def test_what_is_no_token_id_is_refused_before_a_vocabulary_is_asked_for_it(wrong: Any) -> None:
+    """Scores of a prompt begin with the text of its first token."""
+    params = SamplingParams(prompt_logprobs=1)
+    with pytest.raises(InvalidRequest, match="must be integers from 0 to 4294967295") as refused:
+        Pending("r", TextPrompt(None, [wrong]), params, Letters())  # type: ignore[arg-type]
+    assert refused.value.param == "prompt_token_ids"
+    Pending("r", TextPrompt(None, [1]), params, Letters())  # type: ignore[arg-type]
