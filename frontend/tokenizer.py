@@ -135,7 +135,9 @@ class TextTokenizer:
                     "least",
                     param="truncate_prompt_tokens",
                 )
-            (own if other is None else other).truncate(room)
+            last = own if other is None else other
+            if room < len(last.ids):  # the library takes no number beyond 64 bits
+                last.truncate(room)
         merged = self._tokenizer.post_process(own, other, True)
         return merged.ids, None if other is None else merged.sequence_ids.index(1)
 

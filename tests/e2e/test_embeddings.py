@@ -109,6 +109,8 @@ def test_offline_prompts_are_pooled_beside_others() -> None:
     with pytest.raises(InvalidRequest, match="context length"):
         llm.embed("x " * 5000)
     assert len(llm.embed("x " * 5000, truncate_prompt_tokens=-1)[0].prompt_token_ids) == 2048
+    for given in ("xyz", [1, 2, 3]):  # no number is too large to keep all
+        assert len(llm.embed([given], truncate_prompt_tokens=1 << 64)[0].prompt_token_ids) == 3
     assert not llm.has_unfinished_requests
 
 
