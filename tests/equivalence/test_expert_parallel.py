@@ -41,10 +41,10 @@ def check_split(tmp_path: Path, sizes: tuple[tuple[int, int], ...], **flags: Any
             case["config"]["expert_parallel"] = whole_experts
             case |= {"prompts": case["prompts"][:2], "knobs": case["knobs"][:2], "count": 8}
         (folder / "cases.json").write_text(json.dumps(cases))
-    one = answers(alone, 1)
-    for size, num_stages in sizes:
-        several = dict(zip(NAMES, answers(split, size, num_stages), strict=True))
-        assert several == dict(zip(NAMES, one, strict=True)), (size, num_stages)
+    one, *others = answers((alone, 1, 1), *((split, *group) for group in sizes))
+    for group, several in zip(sizes, others, strict=True):
+        together = dict(zip(NAMES, several, strict=True))
+        assert together == dict(zip(NAMES, one, strict=True)), group
     assert all(len({tuple(tokens) for tokens in case}) > 1 for case in one), "nothing is decided"
 
 

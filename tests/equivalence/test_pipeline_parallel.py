@@ -25,14 +25,12 @@ def wrong_answers(
     ]
     cases = [cases[at] for at in chosen]
     (folder / "cases.json").write_text(json.dumps(cases))
-    whole = answers(folder, 1)
+    whole, *others = answers((folder, 1, 1), *((folder, *group) for group in sizes))
     assert all(len({tuple(tokens) for tokens in one}) > 1 for one in whole), "nothing is decided"
     return [
         (size, num_stages, kinds[at], case["sampling"])
-        for size, num_stages in sizes
-        for at, case, one, other in zip(
-            chosen, cases, whole, answers(folder, size, num_stages), strict=True
-        )
+        for (size, num_stages), staged in zip(sizes, others, strict=True)
+        for at, case, one, other in zip(chosen, cases, whole, staged, strict=True)
         if one != other
     ]
 

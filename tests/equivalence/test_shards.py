@@ -139,7 +139,7 @@ def test_two_ranks_answer_the_same_from_shards(tmp_path: Path, seed: int) -> Non
         config = case["config"] | {"model": str(folder), "load_format": "auto"}
         cases.append(case | {"config": config})
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    from_source, from_shards, from_other = answers(tmp_path, 2)
+    ((from_source, from_shards, from_other),) = answers((tmp_path, 2, 1))
     assert from_shards == from_source
     assert from_other != from_source
 

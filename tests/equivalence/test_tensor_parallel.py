@@ -49,28 +49,21 @@ def make_cases(folder: Path, names: list[str], **flags: Any) -> list[dict[str, A
     return cases
 
 
-def answers(folder: Path, size: int, num_stages: int = 1) -> list[Any]:
-    """Of all cases in the folder, by so many ranks, which all find the same."""
-    command = [sys.executable, "-m", "tests.equivalence.rank_main"]
-    logs = [(folder / f"log-{size}-{rank}").open("w") for rank in range(size)]
-    sizes = [str(size), str(folder), str(num_stages)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), *sizes], stdout=log, stderr=log)
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        codes = [rank.wait(TIMEOUT_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-        for log in logs:
-            log.close()
-    said = "".join((folder / f"log-{size}-{rank}").read_text()[-3000:] for rank in range(size))
-    assert not any(codes), said
-    found = [folder / f"found-{size}-{num_stages}-{rank}.json" for rank in range(size)]
-    assert len({path.read_text() for path in found}) == 1, "ranks disagree"
-    return list(json.loads(found[0].read_text()))
+def answers(*groups: tuple[Path, int, int]) -> list[list[Any]]:
+    """Of all cases in the folder, by so many ranks in so many stages, which all find the same: for
+    each of the groups."""
+    told = json.dumps([[str(folder), *sizes] for folder, *sizes in groups])
+    command = [sys.executable, "-m", "tests.equivalence.rank_main", told]
+    limit = TIMEOUT_S * len(groups)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    assert done.returncode == 0, done.stderr
+    return [found(*group) for group in groups]
+
+
+def found(folder: Path, size: int, num_stages: int) -> list[Any]:
+    files = [folder / f"found-{size}-{num_stages}-{rank}.json" for rank in range(size)]
+    assert len({path.read_text() for path in files}) == 1, "ranks disagree"
+    return list(json.loads(files[0].read_text()))
 
 
 @pytest.mark.timeout(600)
@@ -79,7 +72,7 @@ def test_every_architecture_answers_as_one_rank(tmp_path: Path, size: int) -> No
     names = [name for name, shape in SHAPES.items() if size in shape.sizes]
     cases = make_cases(tmp_path, names)
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    alone, together = answers(tmp_path, 1), answers(tmp_path, size)
+    alone, together = answers((tmp_path, 1, 1), (tmp_path, size, 1))
     labels = [name for name in names for _ in SHAPES[name].sampling]
     wrong = [
         (label, case["sampling"])
