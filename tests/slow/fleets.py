@@ -23,7 +23,9 @@ from typing import Any
 import grpc
 import httpx
 
+from engine_service.simulated import SimulatedExecutor, first_token_seed
 from tests.e2e.real_stack import HOST, START_S, Service
+from tests.service.engine_fixtures import pack
 from tests.waiting import PATIENCE_S, free_port
 from tidemill.runtime.rpc import channel_options
 from tidemill.v1 import text_pb2, text_pb2_grpc
@@ -31,6 +33,8 @@ from tidemill.v1 import text_pb2, text_pb2_grpc
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 """Of Linux; Python names them from 3.14 on."""
 ENGINE = ("demo", "--executor=simulated", "--num-pages=8192", "--log-level=warning")
+VOCAB, EOS = 272, 257
+"""Of demo."""
 
 
 @dataclass
@@ -172,12 +176,20 @@ class Client:
         return stream
 
 
-async def undisturbed(client: Client, asked: list[tuple[int, ...]], num: int) -> list[list[int]]:
-    """What the prompts are answered with when nothing happens."""
+def right_answers(asked: list[tuple[int, ...]], num: int) -> list[list[int]]:
+    """What the prompts are answered with, by whatever engine."""
+    model = SimulatedExecutor(None, vocab_size=VOCAB, step_s=0, never=frozenset({EOS}))
+    return [
+        [model.token(first_token_seed(pack(*prompt), 0), len(prompt) + at) for at in range(num)]
+        for prompt in asked
+    ]
+
+
+async def undisturbed(client: Client, asked: list[tuple[int, ...]], num: int) -> None:
+    """All prompts are answered, and right."""
     streams = await asyncio.gather(*(client.run(Stream(prompt, num)) for prompt in asked))
     assert {one.code for one in streams} == {grpc.StatusCode.OK}, streams[0].detail
-    assert all(len(one.tokens) == num for one in streams)
-    return [one.tokens for one in streams]
+    assert [one.tokens for one in streams] == right_answers(asked, num)
 
 
 def drop_packets(ends: Iterable[trsock.TransportSocket]) -> None:

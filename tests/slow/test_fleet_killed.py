@@ -12,7 +12,17 @@ import grpc
 import pytest
 
 from tests.e2e.real_stack import HOST
-from tests.slow.fleets import Client, Site, Stream, Wire, prompts, site, undisturbed, up
+from tests.slow.fleets import (
+    Client,
+    Site,
+    Stream,
+    Wire,
+    prompts,
+    right_answers,
+    site,
+    undisturbed,
+    up,
+)
 from tests.waiting import free_port, stopwatch, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1200)]  # many processes
@@ -36,7 +46,7 @@ def awake_s() -> Iterator[Clock]:
 async def under_blow(client: Client, blow: Blow) -> tuple[list[Stream], float]:
     """Runs all streams; `blow` falls when most of them have begun. Its time is returned too."""
     asked = prompts(NUM_STREAMS)
-    whole = await undisturbed(client, asked, NUM_TOKENS)
+    whole = right_answers(asked, NUM_TOKENS)
     streams = [Stream(prompt, NUM_TOKENS) for prompt in asked]
     tasks = [asyncio.create_task(client.run(one)) for one in streams]
     await until(lambda: sum(len(one.tokens) >= 3 for one in streams) >= 2 * ROWS)
@@ -126,7 +136,7 @@ async def test_a_frontend_killed_leaves_nothing_and_hurts_nobody(
             Client(made.grpc_ports[fronts[1]]) as other,
         ):
             asked = prompts(20)
-            whole = await undisturbed(other, asked, 80)
+            whole = right_answers(asked, 80)
             theirs = [Stream(prompt, 1000) for prompt in prompts(NUM_STREAMS)]
             mine = [Stream(prompt, 80) for prompt in asked]
             dying = [asyncio.create_task(doomed.run(one)) for one in theirs]
@@ -165,7 +175,7 @@ async def test_silence_is_noticed_and_traffic_moves(
             service = made.services[engines[0]]
             victim = service.rank_pid if how == "the rank stops" else service.pid
             async with Client(made.grpc_ports[front], awake_s) as client:
-                whole = await undisturbed(client, prompts(NUM_STREAMS), 40)
+                whole = right_answers(prompts(NUM_STREAMS), 40)
                 streams = [Stream(prompt, 40) for prompt in prompts(NUM_STREAMS)]
                 tasks = [asyncio.create_task(client.run(one)) for one in streams]
                 await until(lambda: sum(bool(one.tokens) for one in streams) >= 3 * ROWS // 2)
