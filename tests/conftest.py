@@ -39,6 +39,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if wanting and not torch.cuda.is_available():
         for item in wanting:

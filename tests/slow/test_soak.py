@@ -101,6 +101,7 @@ async def drive(stack: Stack, rng: random.Random, seconds: float) -> tuple[Traff
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "share"), [("demo", 0.7), ("demo-block", 0.3)])
 async def test_soak(tmp_path: Path, seed: int, model: str, share: float) -> None:
     stack = Stack(free_port(), free_port(), free_port())
