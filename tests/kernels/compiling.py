@@ -3,8 +3,9 @@ not run. What a test then finds in its tensors means nothing; only what does not
 
     TRITON_INTERPRET=0 COMPILE_FOR=90 COMPILED=FILE pytest -p tests.kernels.compiling tests/kernels
 
-FILE gets a line per kernel and number formats of its arguments; other sizes of the same, of which
-tests launch hundreds, are not compiled again.
+FILE gets a line per kernel, GPU and number formats of its arguments; other sizes of the same, of
+which tests launch hundreds, are not compiled again. COMPILE_FOR may name several GPUs, as 90,100:
+their launches must be the same.
 """
 
 from __future__ import annotations
@@ -28,21 +29,27 @@ from triton.runtime.jit import JITFunction
 
 from engine_service.kernels import jit
 
-CAPABILITY = int(os.environ["COMPILE_FOR"])
+CAPABILITIES = [int(word) for word in os.environ["COMPILE_FOR"].split(",")]
 """10 x major + minor."""
+CAPABILITY = CAPABILITIES[0]
+_OVERLAPS = CAPABILITY >= 90
+assert all((one >= 90) is _OVERLAPS for one in CAPABILITIES), "one launches as another would not"
 _REPORT = Path(os.environ["COMPILED"])
 _SEEN: set[tuple[object, ...]] = set()
 _RUN = JITFunction.run
 
 
 class _Device:
-    """What Triton asks a driver when it compiles."""
+    """What Triton asks a driver when it compiles. It keeps what it has compiled by device: `number`
+    is that of a capability."""
+
+    number = 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", CAPABILITY, 32)
+        return GPUTarget("cuda", CAPABILITIES[self.number], 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.number
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -84,19 +91,23 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> 
     if (name, formats) in _SEEN:
         return
     _SEEN.add((name, formats))
-    line: dict[str, Any] = {"kernel": name, "formats": str(formats), "error": None}
-    try:
-        line |= usage(_RUN(self, *args, grid=grid, warmup=True, **options))
-    except Exception as error:
-        line["error"] = f"{type(error).__name__}: {error}"
-    with _REPORT.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    for number, capability in enumerate(CAPABILITIES):
+        _DEVICE.number = number
+        line: dict[str, Any] = {"kernel": name, "capability": capability, "formats": str(formats)}
+        line["error"] = None
+        try:
+            line |= usage(_RUN(self, *args, grid=grid, warmup=True, **options))
+        except Exception as error:
+            line["error"] = f"{type(error).__name__}: {error}"
+        with _REPORT.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
-driver.set_active(_Device())
+_DEVICE = _Device()
+driver.set_active(_DEVICE)
 JITFunction.run = _compile
 # Before kernel files take it from there: tensors of the CPU say no.
-jit.overlaps_launches = lambda device: CAPABILITY >= 90
+jit.overlaps_launches = lambda device: _OVERLAPS
 
 
 @pytest.hookimpl(wrapper=True)

@@ -22,15 +22,17 @@ pytest.importorskip("triton", reason="needs Triton's compiler")
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "engine_service" / "kernels"
+INTERPRETED = "tests/kernels/test_interpreter.py"
+"""It launches in processes of its own, which interpret in any case."""
 MULTIPROCESSOR = {"registers": 65_536, "shared": 228 << 10}
 """Of compute capability 9.0. A program takes a KiB of shared memory beside its own."""
 
 
-def compiled(folder: Path, capability: int, *tests: str) -> list[dict[str, Any]]:
-    """A line per kernel and number formats that the tests launch."""
-    report = folder / f"{capability}.jsonl"
+def compiled(folder: Path, capabilities: tuple[int, ...], *tests: str) -> list[dict[str, Any]]:
+    """A line per kernel, capability and number formats that the tests launch."""
+    report, told = folder / "compiled.jsonl", ",".join(map(str, capabilities))
     environ = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")}
-    environ |= {"COMPILE_FOR": str(capability), "COMPILED": str(report)}
+    environ |= {"COMPILE_FOR": told, "COMPILED": str(report)}
     environ.pop("PYTEST_ADDOPTS", None)  # of this run, and our conftest may not be there
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.kernels.compiling", *tests]
     done = subprocess.run(
@@ -50,17 +52,23 @@ def kernels() -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-def test_every_kernel_compiles(tmp_path: Path, capability: int) -> None:
-    lines = compiled(tmp_path, capability, "tests/kernels", "tests/unit/test_head.py")
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("capabilities", [(90, 100, 120), (80,)], ids=str)
+def test_every_kernel_compiles(tmp_path: Path, capabilities: tuple[int, ...]) -> None:
+    """Those together that get the same launches: tests run once for all of them."""
+    tests = ("tests/kernels", "tests/unit/test_head.py", f"--ignore={INTERPRETED}")
+    lines = compiled(tmp_path, capabilities, *tests)
     failed = [line for line in lines if line["error"]]
     assert not failed
-    assert kernels() <= {line["kernel"] for line in lines}, "no test launches it"
+    for capability in capabilities:
+        launched = {line["kernel"] for line in lines if line["capability"] == capability}
+        assert kernels() <= launched, "no test launches it"
 
 
 @pytest.mark.slow
 def test_a_multiprocessor_holds_as_many_programs_as_splits_count_on(tmp_path: Path) -> None:
-    lines = compiled(tmp_path, 90, "tests/kernels/compiled_attention.py")
+    lines = compiled(tmp_path, (90,), "tests/kernels/compiled_attention.py")
     fitting = []
     for line in lines:
         threads = 32 * line["warps"]
@@ -82,6 +90,8 @@ def test_control_a_kernel_that_does_not_compile_is_told(tmp_path: Path) -> None:
         "    _wrong_kernel[(1,)](torch.zeros(3), SIZE=3)\n"
         "    assert False\n"
     )
-    (line,) = compiled(tmp_path, 90, str(test))
-    assert line["kernel"] == "_wrong_kernel"
-    assert "power of 2" in line["error"]
+    lines = compiled(tmp_path, (90, 100), str(test))
+    assert [line["capability"] for line in lines] == [90, 100]
+    for line in lines:
+        assert line["kernel"] == "_wrong_kernel"
+        assert "power of 2" in line["error"]
