@@ -19,11 +19,9 @@ from frontend.detokenizer import (
     UnspacedDetokenizer,
     WindowDetokenizer,
 )
+from frontend.encode_pool import SHORT_CHARS
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 from tidemill.sentencepiece import MODEL_FILE, tokenizer_json
-
-_SHORT_CHARS = 2000
-"""Encoded in less time than it takes to hand them to another thread and back."""
 
 
 class Piece(NamedTuple):
@@ -88,7 +86,7 @@ class TextTokenizer:
         threads run, which that for one text does not, and takes a fifth of its time."""
         named = {"add_special_tokens": add_special_tokens}
         try:
-            if len(text) <= _SHORT_CHARS:
+            if len(text) <= SHORT_CHARS:
                 return self._tokenizer.encode(text, **named)
             (encoding,) = self._tokenizer.encode_batch_fast([text], **named)
         except (UnicodeEncodeError, TypeError) as failure:
