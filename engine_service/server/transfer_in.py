@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 
 from engine_service.config import EngineConfig
+from engine_service.core.control import Ask, Pause, PauseMode
 from engine_service.core.handoff import (
     BeginTransfer,
     Begun,
@@ -106,18 +107,21 @@ class Fetches:
 
     def holds(self, command: Command) -> bool:
         """Whether the command is kept back. A sequence that is ended meanwhile goes to the core at
-        once, ahead of its end: then it is the core that answers, as always."""
+        once, ahead of its end: then it is the core that answers, as always. So do all of them ahead
+        of a pause that ends what is queued: they count as waiting."""
         if isinstance(command, Submit) and command.kv_source is not None:
             self._hold(command)
             return True
         if isinstance(command, Abort):
             self._let_go(command.key)
+        asked = command.control if isinstance(command, Ask) else None
+        if isinstance(asked, Pause) and asked.mode is PauseMode.ABORT:
+            self._let_all_go()
         return False
 
     async def close(self) -> None:
         """Ends all fetches, and the connections."""
-        for key in list(self._fetch_of):
-            self._let_go(key)
+        self._let_all_go()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -162,6 +166,10 @@ class Fetches:
         if not fetch.waiting and fetch.task is not None:
             fetch.task.cancel()
             self._close(fetch)  # who comes before it has ended would get nothing of it
+
+    def _let_all_go(self) -> None:
+        for key in list(self._fetch_of):
+            self._let_go(key)
 
     def _end(self, fetch: _Fetch, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

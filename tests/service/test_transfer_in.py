@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
+from engine_service.core.control import Ask, Pause, PauseMode
 from engine_service.core.handoff import (
     BeginTransfer,
     Begun,
@@ -259,3 +260,18 @@ async def test_who_comes_when_the_last_one_has_left_is_fetched_for() -> None:
         await until(lambda: len(made.passed) == 2)
         assert len(made.asks.imports) == 2
         await until(lambda: made.asks.num_ended == 2)
+
+
+async def test_a_pause_that_ends_what_is_queued_ends_who_waits_for_kv() -> None:
+    """They came to a core that was paused behind its answer, and went on when it was resumed."""
+    async with target("grpc") as made:
+        made.asks.importing.clear()
+        made.submit(0)
+        await until(lambda: made.asks.imports)
+        for ticket, other in enumerate((HasRoom(1), Pause(PauseMode.WAIT), Pause(PauseMode.KEEP))):
+            assert not made.fetches.holds(Ask(ticket, other))
+        assert made.fetches.num_held == 1
+        assert not made.fetches.holds(Ask(9, Pause(PauseMode.ABORT)))
+        assert [one.key for one in made.passed] == [1], "the core has them ahead of the pause"
+        assert made.fetches.num_held == 0
+        await until(lambda: made.asks.num_ended == 1)
