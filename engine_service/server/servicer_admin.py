@@ -54,6 +54,8 @@ class AdminServicer(engine_pb2_grpc.AdminServiceServicer):
                     "are ended; allow more with timeout_ms",
                     reason="DRAIN_TIMEOUT",
                 )
+            if desk.core.lost is not None:  # nothing runs any more for that, too
+                raise desk.core.lost
             return convert.drained()
 
     async def Pause(self, request: Any, context: Any) -> Any:

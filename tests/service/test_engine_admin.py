@@ -231,6 +231,21 @@ async def test_a_drain_answers_when_idle_or_when_its_time_is_up(
         await ending
 
 
+async def test_a_drain_whose_core_dies_is_not_said_to_have_gone_well(tmp_path: Path) -> None:
+    async with operated(tmp_path) as (server, operator, client):
+        await client.submit(1, 5, 6, max_tokens=1900)
+        await client.first_token(1)
+        ending = asyncio.create_task(end_when_asked(server))
+        drained = asyncio.ensure_future(operator.Drain(pb.DrainRequest()))
+        await until(lambda: server.desk.board.state is EngineState.DRAINING)
+        server._rank._process.kill()
+        with pytest.raises(grpc.aio.AioRpcError) as lost:
+            await drained
+        assert to_error(lost.value).reason == "ENGINE_DEAD"
+        assert "SIGKILL" in (lost.value.details() or "")
+        await ending
+
+
 async def test_a_profile_is_a_chrome_trace(tmp_path: Path) -> None:
     async with operated(tmp_path, executor="model", max_model_len=256, num_pages=32) as (
         _,
