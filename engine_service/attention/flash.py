@@ -21,6 +21,7 @@ from engine_service.attention.base import (
     AttentionShape,
     LayerCache,
 )
+from engine_service.kernels.cute_dsl import keep_compiled
 
 _LOG = logging.getLogger("tidemill.rank")
 
@@ -117,11 +118,12 @@ def _is_causal(batch: AttentionBatch, window: int | None) -> bool | None:
 
 
 def load_flash4() -> FlashCall:
-    """flash-attn-4, compiled at the first call (about 2 s a variant). Raises ImportError.
+    """flash-attn-4; a variant is compiled at its first call, in 2 s, and kept. Raises ImportError.
 
     Where a page is exactly one of its key tiles (128 tokens up to head size 128) it reads the last
     page of a span whole: slots behind the span's end must be finite, as `empty_cache` leaves them.
     """
+    keep_compiled()
     from flash_attn.cute import flash_attn_varlen_func
 
     # Its compiler warns so of an argument that we do not pass, whenever a variant is first needed.

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from engine_service.kernels.activation import silu_mul_ref
+from engine_service.kernels.cute_dsl import keep_compiled
 from engine_service.kernels.jit import in_one_line
 from engine_service.kernels.waves import Block, count_waves, filled
 
@@ -127,6 +128,7 @@ class Quack:
 
     def __init__(self, num_sms: int) -> None:
         """Raises ImportError, and whatever versions that do not fit raise."""
+        keep_compiled()
         from quack.gemm_config import GemmConfig
         from quack.gemm_interface import gemm_gated
 

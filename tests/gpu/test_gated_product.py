@@ -12,10 +12,7 @@ from engine_service.kernels.activation import silu_mul_ref
 from engine_service.kernels.gated_product import gated_product
 from engine_service.kernels.linear import linear
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("default"),  # what QuACK imports warns, which would be an error
-]
+pytestmark = pytest.mark.gpu
 
 SIZES = [(128, 24576, 4096), (1000, 25600, 512), (512, 12800, 5120), (4097, 12288, 1024)]
 
