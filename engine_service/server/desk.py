@@ -26,6 +26,7 @@ from engine_service.server.kv_feed import KvFeed
 from engine_service.server.metrics import DRAIN_TIMEOUT, Reading
 from engine_service.server.observer import Observer
 from engine_service.server.outlet import Draining, LoadReport
+from engine_service.server.patience import Patience
 from engine_service.server.request_trace import method_of
 from engine_service.server.state import SERVING, EngineState, StateBoard
 from engine_service.server.tokenizer_files import TokenizerFiles, read_tokenizer
@@ -65,10 +66,11 @@ class Desk:
         self.dead = asyncio.Event()
         self.stop = asyncio.Event()
         """Somebody wants the process to drain and end."""
+        self.drained = asyncio.Event()
+        """Nothing runs any more, or what did was ended."""
         self.num_cut_short = 0
         """Requests that were ended because the time to drain was over."""
-        self._refuses = asyncio.Event()
-        self.drain_timeout_s = config.drain_timeout_s
+        self.patience = Patience(config.drain_timeout_s)
         self.facts: EngineFacts | None = None
         self.last_error: str | None = None
         self.tokenizer: TokenizerFiles | ServiceError | None = None
@@ -198,8 +200,8 @@ class Desk:
         )
 
     def ask_to_stop(self, drain_timeout_s: float) -> None:
-        """The process drains and ends as after SIGTERM."""
-        self.drain_timeout_s = drain_timeout_s
+        """The process drains and ends as after SIGTERM. Behind others one can only hurry it."""
+        self.patience.allow(drain_timeout_s, only_less=self.stop.is_set())
         self.stop.set()
 
     @property
@@ -210,15 +212,11 @@ class Desk:
         known = load.waiting + self.fetches.num_held
         return load._replace(waiting=max(known, self.core.num_live - load.running))
 
-    async def refuses(self) -> None:
-        """Waits until no new work is taken."""
-        await self._refuses.wait()
-
     def drain(self) -> None:
         """Not ready any more, and sessions are told; who has not heard of it is still served,
         until `refuse`."""
         self.board.move(EngineState.DRAINING, f"{self.core.num_live} requests still run")
-        left_s = self.config.drain_pause_s + self.drain_timeout_s
+        left_s = self.config.drain_pause_s + self.patience.seconds
         notice = Draining(int(left_s * 1000))
         for session in self.sessions.values():
             session.notify(notice)
@@ -226,9 +224,14 @@ class Desk:
     def refuse(self) -> None:
         """No new work from here on."""
         self._is_closed = True
-        self._refuses.set()
 
-    async def finished(self) -> None:
+    async def finish(self) -> None:
+        """Waits for what runs, and ends what outlasts the patience for it."""
+        if not await self.patience.wait(self._finished()):
+            self.cut_short(f"{self.patience.seconds:g} s of draining are over")
+        self.drained.set()
+
+    async def _finished(self) -> None:
         """Waits until no request runs and no transfer."""
         while self.sending:
             await asyncio.wait(self.sending)
@@ -236,7 +239,8 @@ class Desk:
 
     def cut_short(self, why: str) -> None:
         """Ends what still runs, behind its partial output; it may be sent to another engine."""
-        self.num_cut_short = self.core.num_live
+        # A transfer that still computes its prompt is a live request, too.
+        self.num_cut_short = max(self.core.num_live, len(self.sending))
         text = f"the engine is shutting down and {why}; send the request to another engine"
         self.core.fail_all(Unavailable(text, reason=DRAIN_TIMEOUT, retry_after_ms=1000))
 

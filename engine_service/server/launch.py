@@ -188,7 +188,8 @@ class EngineServer:
 
     async def drain(self) -> None:
         """Not ready at once; refuses new requests after `drain_pause_s`, and waits for the running
-        ones, at most `drain_timeout_s`. While it loads there is nothing to wait for.
+        ones, at most `drain_timeout_s` or what AdminService.Drain says. While it loads there is
+        nothing to wait for.
 
         What still runs then ends with UNAVAILABLE behind its partial output.
         """
@@ -199,10 +200,7 @@ class EngineServer:
         if self._config.drain_pause_s > 0:
             await asyncio.sleep(self._config.drain_pause_s)
         desk.refuse()
-        try:
-            await asyncio.wait_for(desk.finished(), desk.drain_timeout_s)
-        except TimeoutError:
-            desk.cut_short(f"{desk.drain_timeout_s:g} s of draining are over")
+        await desk.finish()
 
     async def stop(self) -> None:
         """Ends what still runs with UNAVAILABLE, then the streams, the core, and the spans'
@@ -218,6 +216,7 @@ class EngineServer:
             desk.board.move(EngineState.SHUTDOWN, "stopped")
         if desk.core.num_live:
             desk.cut_short("does not wait for running requests")
+        desk.drained.set()
         desk.close_sessions(desk.core.lost)
         await asyncio.gather(self._server.stop(_CLOSING_S), self.sideline.stop(_CLOSING_S))
         if self._probes is not None:

@@ -46,12 +46,11 @@ class AdminServicer(engine_pb2_grpc.AdminServiceServicer):
             limit_s = convert.drain_limit_s(request, desk.config.drain_timeout_s)
             desk.open_facts()
             desk.ask_to_stop(limit_s)
-            await desk.refuses()  # idle counts from there on only
-            await desk.core.idle()
+            await desk.drained.wait()
             if desk.num_cut_short:
                 raise DeadlineExceeded(
-                    f"{desk.num_cut_short} requests still ran after {limit_s:g} s of draining and "
-                    "are ended; allow more with timeout_ms",
+                    f"{desk.num_cut_short} requests still ran after {desk.patience.seconds:g} s of "
+                    "draining and are ended; allow more with timeout_ms",
                     reason="DRAIN_TIMEOUT",
                 )
             if desk.core.lost is not None:  # nothing runs any more for that, too

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -228,6 +229,27 @@ async def test_a_drain_answers_when_idle_or_when_its_time_is_up(
             await operator.Drain(pb.DrainRequest(timeout_ms=50))
         assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "1 requests still ran" in (late.value.details() or "")
+        await ending
+
+
+@pytest.mark.parametrize("later_ms", [50, 60_000])
+async def test_who_asks_behind_others_can_only_hurry_a_drain(tmp_path: Path, later_ms: int) -> None:
+    async with operated(tmp_path) as (server, operator, client):
+        await client.submit(1, 5, 6, max_tokens=1900)
+        await client.first_token(1)
+        ending = asyncio.create_task(end_when_asked(server))
+        first = asyncio.ensure_future(operator.Drain(pb.DrainRequest(timeout_ms=1000)))
+        await until(lambda: server.desk.board.state is EngineState.DRAINING)
+        began = time.monotonic()
+        later = asyncio.ensure_future(operator.Drain(pb.DrainRequest(timeout_ms=later_ms)))
+        answers = await asyncio.gather(first, later, return_exceptions=True)
+        seconds = time.monotonic() - began
+        for answer in answers:
+            assert isinstance(answer, grpc.aio.AioRpcError), answer
+            assert to_error(answer).reason == "DRAIN_TIMEOUT"
+            assert f"after {server.desk.patience.seconds:g} s" in (answer.details() or "")
+        assert (seconds < 0.8) == (later_ms < 1000)
+        assert server.desk.patience.seconds <= 1
         await ending
 
 
