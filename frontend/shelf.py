@@ -68,16 +68,22 @@ class Shelf(Generic[Kept]):
         """An id that nobody can guess and from which every frontend can tell who holds it."""
         return f"{self._prefix}_{self._replica}{secrets.token_hex(_ID_BYTES)}"
 
-    def open(self, name: str, kept: Kept, num_bytes: int) -> None:
-        """Keeps something that is still being made. Raises Overloaded when too much is."""
-        self._drop(name)
+    def check_room(self, num_entries: int, num_bytes: int) -> None:
+        """Raises Overloaded when so much more cannot be opened. To be asked ahead of several things
+        that belong together: those that gave way to the first ones do not come back."""
         used = self._num_unsettled_bytes
-        if len(self._unsettled) >= self._max_entries or used + num_bytes > self._max_bytes:
+        has_room = len(self._unsettled) + num_entries <= self._max_entries
+        if not has_room or used + num_bytes > self._max_bytes:
             raise Overloaded(
                 f"{len(self._unsettled)} {self._kind}s ({used} bytes) are still being made; there "
                 f"may be {self._max_entries} of together {self._max_bytes} bytes: try again later",
                 retry_after_ms=1000,
             )
+
+    def open(self, name: str, kept: Kept, num_bytes: int) -> None:
+        """Keeps something that is still being made. Raises Overloaded when too much is."""
+        self._drop(name)
+        self.check_room(1, num_bytes)
         self._unsettled[name] = _Entry(kept, num_bytes)
         self._num_unsettled_bytes += num_bytes
         self._shrink()

@@ -29,7 +29,6 @@ from frontend.generation import Generation
 from frontend.request import Options, Sampling, TextRequest
 from frontend.shelf import Shelf
 from frontend.validation import MAX_PROMPTS, check_request
-from tidemill.runtime.errors import Overloaded
 
 MAX_RESULTS = 4096
 MAX_BYTES = 64 << 20
@@ -141,15 +140,9 @@ class _Jobs:
             check_request(one, model.facts, self._desk.config.max_n)
         num_beside = len(orjson.dumps(body.decoding.params)) if body.decoding else 0
         jobs = {self.shelf.new_id(): _Job(num_beside + len(text.encode())) for text in prompts}
-        opened: list[str] = []
-        try:
-            for name, job in jobs.items():
-                self.shelf.open(name, job, job.num_bytes)
-                opened.append(name)
-        except Overloaded:
-            for name in opened:
-                self.shelf.remove(name)
-            raise
+        self.shelf.check_room(len(jobs), sum(job.num_bytes for job in jobs.values()))
+        for name, job in jobs.items():
+            self.shelf.open(name, job, job.num_bytes)
         for (name, job), one in zip(jobs.items(), asked, strict=True):
             ingress = replace(request.state.ingress, request_id=name)
             generation = self._desk.generation(one, ingress)

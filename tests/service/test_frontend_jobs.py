@@ -142,6 +142,21 @@ async def test_too_much_at_once_is_refused_whole(
         assert (await client.get(f"/v1/result/{third}")).status_code == 200
 
 
+async def test_a_batch_that_is_refused_costs_nobody_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is finished gives way to what is begun, and not to what is not begun after all."""
+    monkeypatch.setattr("frontend.api.jobs.MAX_RESULTS", 4)
+    async with stack(tmp_path) as served, served.http() as client:
+        done = await submitted(client, "/v1/generate_batch", prompts=["a", "b"])
+        results = [await finished(client, name) for name in done]
+        served.engine.hold = True
+        await submitted(client, "/v1/generate_batch", prompts=["c", "d"])
+        answer = await client.post("/v1/generate_batch", json={"prompts": ["e", "f", "g"]})
+        assert answer.status_code == 429, answer.text
+        assert [await finished(client, name) for name in done] == results
+
+
 async def test_knobs_count_as_much_as_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
