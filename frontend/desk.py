@@ -254,7 +254,11 @@ class FrontDesk:
     async def _take(self, model: ServedModel) -> None:
         """Serves `model` from now on, once its template's process is up."""
         templates = TemplatePool(model.template)
-        await templates.start()
+        try:
+            await templates.start()
+        except BaseException:  # its engine may leave meanwhile: nobody else knows of the process
+            await templates.close()
+            raise
         before, self._templates = self._templates, templates
         self.model = model
         if before is not None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import pytest
 
-from tests.service.frontends import frontend_for, make_engine, serving
+from frontend.config import FrontendConfig
+from frontend.desk import FrontDesk
+from frontend.template_pool import TemplatePool
+from tests.engine_facts import FACTS
+from tests.service.frontends import frontend_for, make_engine, serving, write_tokenizer
 from tests.waiting import PATIENCE_S, http_client, until
+from tidemill.telemetry.tracer import Tracer
 from tidemill.v1 import text_pb2 as pb
 from tidemill.v1 import text_pb2_grpc as rpc
 
@@ -63,3 +71,30 @@ async def test_a_template_that_loops_for_ever_is_a_typed_error_and_neighbours_go
             assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert served, "they were served while it hung"
             assert (await ask("ab"))[0] == 200
+
+
+async def test_an_engine_that_leaves_while_its_model_is_taken_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_up = asyncio.Event()
+
+    class Slow(TemplatePool):
+        async def start(self) -> None:
+            await super().start()
+            is_up.set()
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("frontend.desk.TemplatePool", Slow)
+    write_tokenizer(tmp_path)
+    desk = FrontDesk(FrontendConfig(), Tracer("frontend", None))
+    before = set(multiprocessing.active_children())
+    taking = asyncio.create_task(desk.serve(replace(FACTS, model_id="leaves"), tmp_path))
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await is_up.wait()
+        assert set(multiprocessing.active_children()) - before
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+        await until(lambda: not set(multiprocessing.active_children()) - before)
+    finally:
+        await desk.close()
