@@ -7,6 +7,7 @@ certificates. It does not know what the numbers mean.
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ Page = Callable[[str], tuple[int, bytes, str]]
 _REASONS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 _IDLE_S = 10.0
 """A connection that says nothing for so long is closed."""
+_LOG = logging.getLogger("tidemill.engine.http")
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -31,6 +33,14 @@ class _Server(ThreadingMixIn, WSGIServer):
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.socket.getsockname()[:2]
         self.setup_environ()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """A client that says nothing, or breaks off, is no news: the library prints a traceback for
+        each."""
+        try:
+            super().finish_request(request, client_address)
+        except OSError as failure:
+            _LOG.debug("a connection of %s has broken off: %s", client_address[0], failure)
 
 
 class _ServerV6(_Server):
