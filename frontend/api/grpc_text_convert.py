@@ -165,7 +165,7 @@ def logprob_messages(entries: Sequence[TextLogprob]) -> list[text_pb2.TextLogpro
     ]
 
 
-def canvas_message(delta: TextDelta, model: ServedModel, text: str) -> text_pb2.CanvasEvent:
+def canvas_message(delta: TextDelta, text: str) -> text_pb2.CanvasEvent:
     """The tentative state of a diffusion block."""
     canvas = delta.canvas
     assert canvas is not None, "a delta without a canvas"

@@ -84,7 +84,7 @@ class Pieces:
             message.choice.CopyFrom(self._form.to_choice(delta, self._options))
         if delta.canvas is not None:
             text = canvas_text(delta, self._model)
-            message.canvas.CopyFrom(convert.canvas_message(delta, self._model, text))
+            message.canvas.CopyFrom(convert.canvas_message(delta, text))
         tells = message.HasField("choice") or message.HasField("canvas") or message.prompt_logprobs
         return message if tells else None
 
