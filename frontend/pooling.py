@@ -126,8 +126,10 @@ class PoolWalk:
             least = model.tokenizer.least_tokens(left) + model.tokenizer.least_tokens(right or "")
             if keep is None and least > limit:
                 raise context_exceeded(request.param, least, 0, limit, is_exact=False)
-            encode = partial(model.tokenizer.encode_input, left, right, keep=keep)
-            token_ids, pair_start = await self._desk.pool.run(encode, size=size)
+            encode = partial(model.tokenizer.encode_input, left, right)
+            token_ids, pair_start = await self._desk.pool.run(
+                encode, size=size, keep=keep, param=request.param
+            )
         if not token_ids:
             raise InvalidRequest(
                 f"{request.param} is empty; it needs at least one token", param=request.param

@@ -113,16 +113,20 @@ class TextTokenizer:
         return made
 
     def encode_input(
-        self, text: str, second: str | None = None, *, keep: int | None = None
+        self, text: str, second: str | None = None, *, keep: int | None = None, param: str = "input"
     ) -> tuple[list[int], int | None]:
         """Token ids of a text, or of two, with the model's special tokens, and where the second
         one starts (None without one).
 
         At most `keep` tokens, special ones included: the end is cut, of a pair that of the second
-        text. Raises InvalidRequest where `keep` leaves no room.
+        text. Raises InvalidRequest where `keep` leaves no room, or the second text, which `param`
+        brought, has no tokens: it would start nowhere.
         """
         own = self._encoding(text)
         other = None if second is None else self._encoding(second)
+        if other is not None and not other.ids:
+            why = f"{param} has a text without tokens in this vocabulary: leave it out"
+            raise InvalidRequest(why, param=param)
         if keep is not None:
             room = keep - self._tokenizer.num_special_tokens_to_add(other is not None)
             room -= 0 if other is None else len(own.ids)

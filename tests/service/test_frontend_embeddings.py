@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import math
 import struct
 from contextlib import asynccontextmanager
@@ -16,8 +17,8 @@ import pytest
 
 from frontend.validation import MAX_PROMPTS
 from tests.service.fake_engine import POOLED, pooled
-from tests.service.frontends import Stack, stack
-from tests.waiting import until
+from tests.service.frontends import Stack, frontend_for, make_engine, serving, stack
+from tests.waiting import PATIENCE_S, http_client, until
 from tidemill.runtime.errors import Overloaded
 from tidemill.v1 import engine_pb2 as pb
 from tidemill.v1 import text_pb2, text_pb2_grpc
@@ -261,6 +262,22 @@ async def test_a_cross_encoder_reads_pairs(tmp_path: Path) -> None:
         body["truncate_prompt_tokens"] = 4
         answer = await http.post("/v1/rerank", json=body)
         assert answer.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
+async def test_a_document_of_white_space_is_refused_by_name(tmp_path: Path) -> None:
+    """To many vocabularies of cross-encoders it is nothing, which starts nowhere."""
+    engine, _ = make_engine(tmp_path, pool_tasks=(pb.POOL_TASK_SCORE,))
+    path = tmp_path / "tokenizer" / "tokenizer.json"
+    strips = {"type": "Strip", "strip_left": True, "strip_right": True}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "normalizer": strips}))
+    async with serving(engine) as port, frontend_for(port) as frontend:
+        assert await frontend.desk.fleet.wait_ready(PATIENCE_S)
+        async with http_client(f"http://127.0.0.1:{frontend.http_port}") as http:
+            body = {"query": "tide", "documents": ["mole", " \n"]}
+            answer = await http.post("/v1/rerank", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "documents"), error
+    assert "a text without tokens" in error["message"]
 
 
 async def test_grpc_says_the_same(tmp_path: Path) -> None:
