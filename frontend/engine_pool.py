@@ -31,6 +31,8 @@ _NOTICE_S = 1.0
 """How much later than a call the session of the same engine may notice that it has died."""
 _GRACE_S = 1.0
 """How much longer than the deadline we wait for the engine's own word that it passed."""
+_FOR_EVER_S = 1e9
+"""gRPC counts in nanoseconds, which overflow from 1e10 s on: it takes such a deadline for past."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,7 @@ async def pool_prompt(
     if trace is not None:
         request.traceparent, request.tracestate = trace.traceparent, trace.state
     engine.limit.check(request)
-    timeout_s = None if timeout_ms is None else timeout_ms / 1000 + _GRACE_S
+    timeout_s = None if timeout_ms is None else min(timeout_ms / 1000 + _GRACE_S, _FOR_EVER_S)
     engine.num_pooling += 1
     try:
         answer = await _unless_lost(engine, request, timeout_s)

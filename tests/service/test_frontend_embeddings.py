@@ -186,6 +186,14 @@ async def test_a_deadline_is_504(tmp_path: Path) -> None:
         assert served.engine.pools[0].timeout_ms <= 100
 
 
+async def test_a_deadline_in_thousands_of_years_has_not_passed(tmp_path: Path) -> None:
+    async with stack(tmp_path) as served, served.http() as http:
+        headers = {"x-request-timeout-ms": 15 * "9"}
+        answer = await http.post("/v1/embeddings", json={"input": "a"}, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert served.engine.pools[0].timeout_ms > 10**14
+
+
 async def test_a_model_without_embeddings_says_so(tmp_path: Path) -> None:
     async with stack(tmp_path, engine={"pool_tasks": ()}) as served, served.http() as http:
         for path, body in (
