@@ -53,6 +53,8 @@ class _Worker(asyncio.Protocol):
 
     def __init__(self, pool: TemplatePool, process: BaseProcess) -> None:
         self.jobs: deque[_Job] = deque()
+        self.num_bytes = 0
+        """Of the jobs, those of clients that have left among them."""
         self._pool = pool
         self._process = process
         self._since = 0.0
@@ -73,6 +75,7 @@ class _Worker(asyncio.Protocol):
         if not self.jobs:
             self._since = time.monotonic()
         self.jobs.append(job)
+        self.num_bytes += len(job.content)
         job.num_sent += 1
         self._transport.write(HEAD.pack(len(job.content), 0) + job.content)
 
@@ -99,7 +102,9 @@ class _Worker(asyncio.Protocol):
                 self.has_begun = True
             else:
                 self.has_begun = False
-                self._pool.answered(self.jobs.popleft(), kind, seen[at + HEAD.size : end])
+                job = self.jobs.popleft()
+                self.num_bytes -= len(job.content)
+                self._pool.answered(job, kind, seen[at + HEAD.size : end])
             at = end
         self._received = seen[at:]
 
@@ -125,7 +130,7 @@ class TemplatePool:
         self._template = template
         self._workers: list[_Worker] = []
         self._starting: asyncio.Task[None] | None = None
-        self._num_bytes = 0
+        self._num_unsent_bytes = 0
         self._num_failed = 0
         self._failed_at = 0.0
         self._is_closed = False
@@ -141,19 +146,16 @@ class TemplatePool:
         Overloaded when too much waits already.
         """
         self._template.check(chat)
-        if self._num_bytes > _MOST_WAITING_BYTES:
+        num_bytes = self._num_unsent_bytes + sum(one.num_bytes for one in self._workers)
+        if num_bytes > _MOST_WAITING_BYTES:
             raise Overloaded(
                 "too many conversations wait for the chat template; try again shortly",
                 reason="TEMPLATE_BUSY",
                 retry_after_ms=1000,
             )
         job = _Job(pickle.dumps(chat), asyncio.get_running_loop().create_future())
-        self._num_bytes += len(job.content)
-        try:
-            (await self._free_worker()).send(job)
-            return await job.done
-        finally:
-            self._num_bytes -= len(job.content)
+        await self._send(job)
+        return await job.done
 
     async def close(self) -> None:
         """Ends the processes; idempotent."""
@@ -194,9 +196,18 @@ class TemplatePool:
             again = asyncio.ensure_future(self._send_again(job))
             job.done.add_done_callback(lambda _, again=again: again.cancel())  # type: ignore[misc]
 
+    async def _send(self, job: _Job) -> None:
+        """To a worker, as soon as there is one for it."""
+        self._num_unsent_bytes += len(job.content)
+        try:
+            worker = await self._free_worker()
+        finally:
+            self._num_unsent_bytes -= len(job.content)
+        worker.send(job)
+
     async def _send_again(self, job: _Job) -> None:
         try:
-            (await self._free_worker()).send(job)
+            await self._send(job)
         except Exception as failure:  # of the system, too: somebody waits for this job
             if not job.done.done():
                 job.done.set_exception(failure)

@@ -134,8 +134,9 @@ async def test_what_its_client_gave_up_is_forgotten() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert pool._num_bytes == 0
+        assert pool._num_unsent_bytes == 0
         assert await pool.render(chat("c")) == "<c>"
+        await until(lambda: not any(one.num_bytes for one in pool._workers))
 
 
 async def test_a_queue_that_is_full_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +149,29 @@ async def test_a_queue_that_is_full_is_said(monkeypatch: pytest.MonkeyPatch) -> 
         assert (caught.value.reason, caught.value.retry_after_ms) == ("TEMPLATE_BUSY", 1000)
         assert await first == "x"
         assert await pool.render(chat("b")) == "x"
+
+
+async def test_what_clients_have_left_waits_until_it_is_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clients that give up and ask again would else pile up more than may wait."""
+    monkeypatch.setattr(template_pool, "_MOST_WAITING_BYTES", 10_000)
+    monkeypatch.setattr(template_pool, "MAX_WORKERS", 1)
+    monkeypatch.setattr(template_pool, "_CPU_S", 2 * PATIENCE_S)
+    async with pool_of(ChatTemplate(WHEN_BAD.format(ENDLESS), {})) as pool:
+        await pool.render(chat("good"))
+        (worker,) = pool._workers
+        bad = asyncio.create_task(pool.render(chat("bad")))
+        for number in range(1, 4):
+            left = asyncio.create_task(pool.render(chat("a" * 4000)))
+            await until(lambda number=number: len(worker.jobs) == 1 + number)
+            left.cancel()
+            await asyncio.gather(left, return_exceptions=True)
+        with pytest.raises(Overloaded):
+            await pool.render(chat("b"))
+        os.kill(worker._process.pid, signal.SIGKILL)
+        await asyncio.gather(bad, return_exceptions=True)
+        assert await pool.render(chat("b")) == "<b>"
 
 
 class Spy(ChatTemplate):
