@@ -68,6 +68,18 @@ def test_a_refusal_is_not_lost_where_no_end_is_told(capsys: pytest.CaptureFixtur
     assert (killed, refused) == ("tidemill serve: other was killed by SIGKILL", REFUSED)
 
 
+@pytest.mark.parametrize("changed", [{"service": None}, {"time": 1}, {"message": {"text": "a"}}])
+def test_what_a_library_logs_in_json_is_a_line_like_any_other(
+    changed: dict[str, object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its reader would end with it on a terminal, and the service at a full pipe."""
+    screen = Screen("tidemill serve", ["engine"])
+    monkeypatch.setattr(type(screen._console), "is_terminal", True)
+    line = json.dumps(json.loads(REFUSED) | changed)
+    screen.line("engine", line, {})
+    assert capsys.readouterr().err == line + "\n"
+
+
 def test_other_errors_of_a_service_are_lines_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen("tidemill serve", ["engine"])
     line = json.dumps({k: v for k, v in json.loads(REFUSED).items() if k not in log.START_REFUSED})

@@ -20,6 +20,8 @@ from tidemill.commands.engine_state import Serving
 from tidemill.runtime import log
 
 _WORTH_TELLING_S = 0.05
+_FIELDS = ("time", "level", "service", "logger", "message")
+"""Texts of every line of ours; libraries that log in JSON have others."""
 
 
 class _Way:
@@ -203,5 +205,6 @@ def _event(line: str) -> dict[str, Any] | None:
         event = json.loads(line)
     except ValueError:
         return None
-    own = isinstance(event, dict) and {"time", "level", "logger", "message"} <= event.keys()
-    return event if own else None
+    if not isinstance(event, dict) or not all(isinstance(event.get(one), str) for one in _FIELDS):
+        return None
+    return event
