@@ -29,8 +29,6 @@ class AttentionBatch:
 
     cu_seqlens_q: torch.Tensor
     """[S + 1] int32: span s owns queries [cu[s], cu[s + 1])."""
-    span_of_token: torch.Tensor
-    """[T] int64."""
     positions: torch.Tensor
     """[T] int64: position of every query among its row's keys."""
     kv_lens: torch.Tensor

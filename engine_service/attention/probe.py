@@ -91,7 +91,6 @@ def _batch(
     positions = torch.cat([torch.arange(span.start, span.stop) for span in spans])
     return AttentionBatch(
         cu_seqlens_q=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
-        span_of_token=owners.to(device),
         positions=positions.to(device),
         kv_lens=torch.tensor([s.kv_len for s in spans], dtype=torch.int32, device=device),
         mask_block=torch.ones(len(spans), dtype=torch.int32, device=device),

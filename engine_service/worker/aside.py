@@ -40,7 +40,6 @@ class AsideLayout:
     """None where padding stands among them."""
     slots: np.ndarray
     """[A] int64, of the pages aside."""
-    owners: np.ndarray
     cu_seqlens: np.ndarray
     lengths: np.ndarray
     """[S] int32: queries and keys of every span."""
@@ -74,7 +73,6 @@ def lay_out_aside(
         first=first,
         spans=[span._replace(kv_len=span.stop, aside=1) for span in spans],
         slots=bases[owners] + positions,
-        owners=owners,
         cu_seqlens=cu_seqlens.astype(np.int32),
         lengths=lengths.astype(np.int32),
         mask_block=np.full(len(spans), FULL, dtype=np.int32),
@@ -136,7 +134,6 @@ def pad_aside(
         aside,
         spans=None,
         slots=padded(aside.slots, num_tokens, 0),
-        owners=padded(aside.owners, num_tokens, 0),
         cu_seqlens=np.concatenate((aside.cu_seqlens, aside.cu_seqlens[-1:].repeat(more))),
         lengths=padded(aside.lengths, num_spans, 1),
         mask_block=padded(aside.mask_block, num_spans, FULL),

@@ -105,7 +105,6 @@ def columns_of(layout: StepLayout) -> list[np.ndarray]:
         layout.places,
         layout.positions,
         layout.slots,
-        layout.owners,
         layout.rows,
         layout.cu_seqlens,
         layout.kv_lens,
@@ -129,7 +128,7 @@ def bind_batch(
 ) -> ForwardBatch:
     """The batch whose columns are `staged`, the device copies of `columns_of(layout)`."""
     rest = iter(staged)
-    places, positions, slots, owners, rows, cu_seqlens, kv_lens, mask_block = _next(rest, 8)
+    places, positions, slots, rows, cu_seqlens, kv_lens, mask_block = _next(rest, 7)
     decides = tuple(_decide_part(part, rest) for part in layout.decides)
     scores = None
     if layout.scores is not None:
@@ -143,7 +142,6 @@ def bind_batch(
         num_pages = -(-layout.max_kv_len // tables.page_size)
         attention = AttentionBatch(
             cu_seqlens_q=cu_seqlens,
-            span_of_token=owners,
             positions=slot_positions[: len(layout.slots)],
             kv_lens=kv_lens,
             mask_block=mask_block,
@@ -168,8 +166,7 @@ def bind_batch(
 
 
 def _columns_aside(aside: AsideLayout) -> list[np.ndarray]:
-    own = [aside.slots, aside.owners, aside.cu_seqlens, aside.lengths, aside.mask_block]
-    own.append(aside.page_table)
+    own = [aside.slots, aside.cu_seqlens, aside.lengths, aside.mask_block, aside.page_table]
     if aside.kept is not None:
         own += aside.kept.arrays
     return own
@@ -178,10 +175,9 @@ def _columns_aside(aside: AsideLayout) -> list[np.ndarray]:
 def _aside_part(
     aside: AsideLayout, positions: torch.Tensor, rest: Iterator[torch.Tensor]
 ) -> AsidePart:
-    slots, owners, cu_seqlens, lengths, mask_block, page_table = _next(rest, 6)
+    slots, cu_seqlens, lengths, mask_block, page_table = _next(rest, 5)
     attention = AttentionBatch(
         cu_seqlens_q=cu_seqlens,
-        span_of_token=owners,
         positions=positions[aside.first :],
         kv_lens=lengths,
         mask_block=mask_block,

@@ -51,8 +51,6 @@ class StepLayout:
     slot_positions: np.ndarray | None
     """Which of the row's slots a token takes; None: that of its position."""
     slots: np.ndarray
-    owners: np.ndarray
-    """int64: the token's span."""
     rows: np.ndarray
     cu_seqlens: np.ndarray
     kv_lens: np.ndarray
@@ -193,7 +191,6 @@ def _paged(
         "columns": columns,
         "slot_positions": slot_positions,
         "slots": _slots(positions, columns.row[owners], columns.store_from[owners], tables),
-        "owners": owners,
         "rows": columns.row,
         "cu_seqlens": cu_seqlens.astype(np.int32),
         "kv_lens": columns.kv_len.astype(np.int32),

@@ -42,7 +42,6 @@ def pad(layout: StepLayout, bucket: Bucket, tables: RowTables) -> StepLayout:
         places=padded(layout.places, bucket.tokens, trash * tables.width),
         positions=padded(layout.positions, bucket.tokens, 0),
         slots=padded(layout.slots, bucket.tokens, tables.trash_slot),
-        owners=padded(layout.owners, bucket.tokens, 0),
         rows=padded(layout.rows, bucket.rows, trash),
         cu_seqlens=np.concatenate((layout.cu_seqlens, ends)),
         kv_lens=padded(layout.kv_lens, bucket.rows, 1),

@@ -56,7 +56,6 @@ class PageTable:
         mask_block = torch.tensor([span.mask_block for span in spans], dtype=torch.int32)
         return AttentionBatch(
             cu_seqlens_q=torch.tensor([0, *lengths]).cumsum(0).int().to(device),
-            span_of_token=span_of_token.to(device),
             positions=positions.to(device),
             kv_lens=torch.tensor([span.kv_len for span in spans], dtype=torch.int32).to(device),
             mask_block=mask_block.to(device),

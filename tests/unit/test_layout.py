@@ -294,10 +294,10 @@ def test_the_longest_may_go_first(seed):
         layout = lay_out(spans, tables, logits_shift=1, logit_chunk=1000, longest_first=True)
         assert layout.kv_lens.tolist() == sorted(plain.kv_lens.tolist(), reverse=True)
         assert [span.row for span in layout.spans] == layout.rows.tolist()
-        part = layout.decides[0]
+        part, rows_of_tokens = layout.decides[0], layout.rows.repeat(np.diff(layout.cu_seqlens))
         assert sorted(part.spans.tolist()) == plain.decides[0].spans.tolist()
         decided = zip(part.spans.tolist(), part.rows, part.positions, part.queries, strict=True)
         for index, row, position, query in decided:
             assert (spans[index].row, spans[index].decide_start) == (row, position)
             assert layout.positions[query] == position - 1
-            assert layout.rows[layout.owners[query]] == row
+            assert rows_of_tokens[query] == row

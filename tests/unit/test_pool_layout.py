@@ -54,11 +54,10 @@ def run_step(tables: RowTables, spans: list[Span], states: dict[int, torch.Tenso
     """Decisions of a step whose forward gives a row's position its line of `states`."""
     layout = lay_out(spans, tables, logits_shift=1, logit_chunk=chunk, longest_first=True)
     batch = bind_batch(layout, stage(columns_of(layout), CPU), tables)
+    rows = layout.rows.repeat(np.diff(layout.cu_seqlens))
     lines = [
         states[row][position]
-        for row, position in zip(
-            layout.rows[layout.owners].tolist(), layout.positions.tolist(), strict=True
-        )
+        for row, position in zip(rows.tolist(), layout.positions.tolist(), strict=True)
     ]
     decisions: list[Decision | None] = [None] * len(spans)
     assert all(part.rows.tolist() == [4] for part in batch.decides)

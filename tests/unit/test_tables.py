@@ -203,7 +203,6 @@ def test_batch_equals_loops(seed):
     input_ids = tables.sampling.tokens.view(-1)[batch.places]
     assert input_ids.tolist() == [rows[spans[i].row].token_ids[p] for i, p in flat]
     assert attention.positions.tolist() == [p for _, p in flat]
-    assert attention.span_of_token.tolist() == [i for i, _ in flat]
     assert attention.slot_mapping.tolist() == [
         pages[spans[i].row * 8 + p // 4] * 4 + p % 4 for i, p in flat
     ]

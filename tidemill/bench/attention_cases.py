@@ -120,7 +120,6 @@ def make_batch(load: Load, page_size: int, device: torch.device) -> AttentionBat
     ones = torch.ones(load.spans, dtype=torch.int32, device=device)
     return AttentionBatch(
         cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=device),
-        span_of_token=owners,
         positions=positions,
         kv_lens=ones * load.keys,
         mask_block=ones * load.mask_block,
