@@ -61,11 +61,6 @@ class Call:
         self.has_begun = False
         """Whether anything of any sequence has arrived."""
 
-    @property
-    def is_live(self) -> bool:
-        """Whether the engine still owes this request something."""
-        return bool(self._live)
-
     def wait_for_all(self, arrived: Callable[[int], None]) -> None:
         """From now on the reader is woken for the last finish only, for an error, or when the
         mailbox fills up. `arrived(index)` is called when tokens of a sequence come."""

@@ -100,11 +100,6 @@ class Journal:
         events, self._events = self._events, []
         return _joined(events)
 
-    @property
-    def reusable(self) -> set[bytes]:
-        """Digests of the units that the index holds whole."""
-        return {one for one, unit in self._units.items() if unit.num_pages == unit.whole}
-
 
 def _joined(events: Sequence[KvEvent]) -> list[KvEvent]:
     """Units of one sequence that are stored one behind the other travel together, and so do those

@@ -74,7 +74,7 @@ async def test_reading_waits_for_news() -> None:
     call.finish(0, FINISH)
     (delta,) = await reading
     assert delta.finish is FINISH
-    assert not call.is_live
+    assert not call._live
 
 
 async def test_news_are_announced_once_and_read_when_they_may_be() -> None:
@@ -120,7 +120,7 @@ async def test_a_patient_reader_is_woken_by_errors_and_by_a_mailbox_that_fills_u
         if wire.announced:
             await call.read()
             wire.announced.clear()
-    assert call.is_live
+    assert call._live
     call.add_tokens(0, [1])
     call.fail(EngineDead("gone"))
     await call.read()
@@ -160,7 +160,7 @@ async def test_a_full_mailbox_ends_its_request() -> None:
     call = wire.call(1, 2)
     tokens = [0] * 10_000
     num_added = 0
-    while call.is_live:
+    while call._live:
         call.add_tokens(0, tokens)
         num_added += 4 * len(tokens)
         assert num_added < MAX_UNREAD_BYTES + 100_000
@@ -176,7 +176,7 @@ async def test_control_a_mailbox_that_is_read_never_overflows() -> None:
     for _ in range(100):
         call.add_tokens(0, [0] * 10_000)
         await call.read()
-    assert call.is_live
+    assert call._live
 
 
 @pytest.mark.parametrize("how", ["tokens", "failure", "close"])

@@ -62,7 +62,8 @@ def differences(seed: int) -> int:
                 crowd.pages.check_integrity(table for table, *_ in crowd.live)
             mirror.take(crowd.pages.journal.take())
             wrong += mirror.units.keys() != own_index(crowd.pages)
-            wrong += mirror.units.keys() != crowd.pages.journal.reusable
+            shown = crowd.pages.journal.snapshot()
+            wrong += mirror.units.keys() != {name for told in shown for name in told.hashes}
         late = Mirror()
         late.take(crowd.pages.journal.snapshot())
         wrong += late.units != mirror.units or mirror.twice > 0
