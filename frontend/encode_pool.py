@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -87,7 +88,12 @@ class _Lane:
         future = self._thread.submit(work)
         # Counted until the thread is done with it, which may be after its client has left.
         loop = asyncio.get_running_loop()
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._forget, size))
+
+        def through(_: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended: nobody counts any more
+                loop.call_soon_threadsafe(self._forget, size)
+
+        future.add_done_callback(through)
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:

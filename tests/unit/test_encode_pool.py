@@ -134,6 +134,23 @@ async def test_others_have_their_turns_while_a_long_text_is_encoded(
     assert tokenizer.decode(task.result(), skip_special_tokens=False) == text
 
 
+def test_a_text_that_outlives_the_server_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    gate, made = threading.Event(), EncodePool()
+
+    async def serve() -> None:
+        task = asyncio.create_task(made.run(gate.wait, size=LONG_CHARS + 1))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        made.close()
+
+    asyncio.run(serve())
+    gate.set()
+    for lane in made._lanes:
+        lane._thread.shutdown(wait=True)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("text", ["héllo\n", "<|user|>hello", "\U0001f600 ", "e\u0301"])
 def test_long_texts_have_the_tokens_that_the_library_finds_one_by_one(
     text: str, tmp_path: Path
