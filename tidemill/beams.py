@@ -16,6 +16,7 @@ from frontend.beam_rules import check_beam, stop_ids
 from frontend.beam_search import BeamSearch, Hypothesis, num_candidates
 from frontend.messages import TokenLogprobs
 from frontend.request import Beam, Options, TextRequest
+from tidemill.given import wrong_kind
 from tidemill.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from tidemill.prompts import Prompt, PromptReader, TextPrompt, as_heard, as_list
 from tidemill.runtime.errors import InvalidRequest
@@ -39,6 +40,10 @@ class BeamCalls(ABC):
     ) -> list[BeamSearchOutput]:
         """The likeliest answers to every prompt. Autoregressive models only; others raise
         Unsupported."""
+        if not isinstance(params, BeamSearchParams):
+            raise wrong_kind(
+                "params", params, "BeamSearchParams; LLM.generate takes SamplingParams"
+            )
         beam = Beam(params.beam_width, params.length_penalty, params.early_stopping)
         ends = self._check(params, beam)
         read = [self._reader.read(one, SamplingParams()) for one in as_list(prompts)]

@@ -20,8 +20,9 @@ from frontend.messages import EngineFacts
 from frontend.request import Options, Sampling, TextRequest
 from frontend.tokenizer import TextTokenizer, Vocabulary
 from frontend.validation import check_truncation, truncated
+from tidemill.given import wrong_kind
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
-from tidemill.sampling_params import SamplingParams
+from tidemill.sampling_params import BeamSearchParams, SamplingParams
 
 
 class TextPrompt(NamedTuple):
@@ -180,15 +181,29 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def one_per_prompt(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    """Parameters of `count` prompts; raises InvalidRequest for a list of another length."""
+    """Parameters of `count` prompts; raises InvalidRequest for a list of another length, and for
+    what is none."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if isinstance(params, str | Mapping) or not isinstance(params, Sequence):
+        raise _no_params("sampling_params", params)
+    for index, one in enumerate(params):
+        if not (one is None or isinstance(one, SamplingParams)):
+            raise _no_params(f"sampling_params[{index}]", one)
     if len(params) != count:
         raise InvalidRequest(
             f"{count} prompts but {len(params)} SamplingParams: give one, or one per prompt",
             param="sampling_params",
         )
     return list(params)
+
+
+def _no_params(name: str, value: object) -> InvalidRequest:
+    """Offline, beams have a call of their own; the clients take them where these stand."""
+    wording = "SamplingParams, a list of one per prompt, or None"
+    if isinstance(value, BeamSearchParams):
+        wording += "; LLM.beam_search takes BeamSearchParams"
+    return wrong_kind(name, value, wording)
 
 
 def with_suffixes(prefixes: Prompt | Sequence[Prompt], suffix: str | Sequence[str]) -> list[Prompt]:

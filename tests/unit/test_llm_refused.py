@@ -1,15 +1,17 @@
-"""An LLM that cannot be made leaves nothing behind: there is no object to close."""
+"""An LLM that cannot be made leaves nothing behind: there is no object to close. One that was made
+refuses by name what no call takes."""
 
 from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine_service.models.decoder import Decoder
-from tidemill import LLM
-from tidemill.runtime.errors import FailedPrecondition
+from tidemill import LLM, BeamSearchParams, SamplingParams
+from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 
 
 def test_a_tokenizer_that_cannot_be_read_ends_the_ranks_and_frees_the_model(
@@ -25,3 +27,29 @@ def test_a_tokenizer_that_cannot_be_read_ends_the_ranks_and_frees_the_model(
     with LLM("demo", **size) as llm:
         assert [one for one in gc.get_objects() if issubclass(type(one), Decoder)], "the control"
         assert llm.generate("a", use_tqdm=False)[0].outputs[0].token_ids
+
+
+BEAMS = BeamSearchParams(beam_width=2, max_tokens=4)
+
+
+def test_parameters_of_another_kind_are_refused_by_name() -> None:
+    """They failed on an attribute that they do not have, deep in the reading of a prompt."""
+    wrong: tuple[tuple[Any, str, str], ...] = (
+        ({"temperature": 0.0}, "sampling_params", "of type dict; pass SamplingParams"),
+        ("greedy", "sampling_params", "of type str"),
+        (3, "sampling_params", "of type int"),
+        (BEAMS, "sampling_params", "LLM.beam_search takes BeamSearchParams"),
+        ([BEAMS], "sampling_params[0]", "LLM.beam_search takes BeamSearchParams"),
+        ([{"temperature": 0.0}], "sampling_params[0]", "of type dict"),
+    )
+    with LLM("demo", max_model_len=64, num_pages=16) as llm:
+        for value, name, words in wrong:
+            for call in (llm.generate, llm.chat):
+                with pytest.raises(InvalidRequest) as refused:
+                    call([{"role": "user", "content": "a"}], value, use_tqdm=False)
+                assert refused.value.param == name
+                assert words in refused.value.message
+        with pytest.raises(InvalidRequest, match=r"LLM\.generate takes SamplingParams"):
+            llm.beam_search("a", SamplingParams(max_tokens=4))  # type: ignore[arg-type]
+        assert llm.generate("a", [None], use_tqdm=False)  # type: ignore[list-item]
+        assert llm.beam_search("a", BEAMS)
