@@ -138,11 +138,17 @@ def test_serve_starts_no_engine_that_would_answer_nobody() -> None:
 
 def test_bench_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run([]) == 0
-    assert bench.run(["latnecy"]) == 2
     text = capsys.readouterr().out
     for name in bench.BENCHMARKS:
         assert (ROOT / "tidemill" / "bench" / f"{name}.py").exists()
         assert name in text
+    assert bench.run(["latnecy"]) == 2
+    told = capsys.readouterr()
+    assert told.out == "", "a script reads figures there"
+    assert told.err.startswith(
+        "tidemill bench: unknown benchmark 'latnecy'; did you mean latency?\n"
+    )
+    assert text in told.err
 
 
 @pytest.mark.parametrize(

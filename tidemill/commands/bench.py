@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -85,10 +86,14 @@ class Report:
 def run(argv: Sequence[str]) -> int:
     """Runs the benchmark that the first word names; `--json FILE` keeps its figures."""
     name, *rest = argv or ["--help"]
+    if name in ("-h", "--help"):
+        print(_usage())
+        return 0
     if name not in BENCHMARKS:
-        lines = [f"  {name:<12} {one.text}" for name, one in BENCHMARKS.items()]
-        print("usage: tidemill bench NAME [--json FILE] [--flag VALUE ...]\n", *lines, sep="\n")
-        return 0 if name in ("-h", "--help") else 2
+        near = get_close_matches(name, BENCHMARKS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"tidemill bench: unknown benchmark {name!r}{hint}\n\n{_usage()}", file=sys.stderr)
+        return 2
     module, benchmark = import_module(f"tidemill.bench.{name}"), BENCHMARKS[name]
     kinds = [getattr(module, benchmark.options), Report]
     hidden: frozenset[str] = frozenset()
@@ -115,6 +120,11 @@ def run(argv: Sequence[str]) -> int:
     if hasattr(module, "check"):
         module.check(figures)
     return 0
+
+
+def _usage() -> str:
+    lines = [f"  {name:<12} {one.text}" for name, one in BENCHMARKS.items()]
+    return "\n".join(["usage: tidemill bench NAME [--json FILE] [--flag VALUE ...]\n", *lines])
 
 
 def _measure(module: ModuleType, *chosen: Any) -> tuple[dict[str, Any], BaseException | None]:
