@@ -137,7 +137,7 @@ def test_a_trace_is_played_in_order_and_as_fast_as_wanted(tmp_path: Path) -> Non
         ('{"t_s": 0, "prompt": null}', "prompt has to be a text"),
         ('{"t_s": 0, "input_len": true}', "input_len has to be"),
         ('{"t_s": 0, "input_len": 3, "output_len": 1.5}', "output_len has to be"),
-        ('{"t_s": 0, "messages": []}', "messages is for the other"),
+        ('{"t_s": 0, "messages": []}', "messages is for --api chat"),
     ],
 )
 def test_a_line_that_cannot_be_asked_is_named(tmp_path: Path, line: str, words: str) -> None:

@@ -10,12 +10,14 @@ import array
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import orjson
 
 from tidemill.runtime.errors import InvalidRequest
 
+_API_OF = MappingProxyType({"prompt": "completions", "messages": "chat"})
 _LETTERS = "etaoinshrdlu"
 _WORD = 3
 
@@ -131,5 +133,5 @@ def _checked(text: bytes, other_api: str, output_len: int) -> tuple[str, dict[st
         if name in line and not isinstance(line[name], kind):
             return f"{name} has to be {called}", line
     if other_api in line:
-        return f"{other_api} is for the other --api", line
+        return f"{other_api} is for --api {_API_OF[other_api]}", line
     return "", line
