@@ -118,7 +118,7 @@ class LLM(BeamCalls, PooledCalls):
         def queue() -> Iterator[None]:
             for prompt, knobs in zip(listed, params, strict=True):
                 with unbroken():
-                    taken[self._add(prompt, knobs or SamplingParams())] = None
+                    taken[self._add(prompt, knobs)] = None
                 yield
 
         try:
@@ -185,7 +185,7 @@ class LLM(BeamCalls, PooledCalls):
 
         Raises the error of a request that can never run.
         """
-        return self._add(prompt, sampling_params or SamplingParams())
+        return self._add(prompt, *one_per_prompt(sampling_params, 1))
 
     def _add(self, prompt: Prompt, params: SamplingParams) -> str:
         request_id = f"offline-{next(self._ids)}"

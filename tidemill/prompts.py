@@ -195,7 +195,7 @@ def one_per_prompt(
             f"{count} prompts but {len(params)} SamplingParams: give one, or one per prompt",
             param="sampling_params",
         )
-    return list(params)
+    return [one or SamplingParams() for one in params]
 
 
 def _no_params(name: str, value: object) -> InvalidRequest:

@@ -49,6 +49,8 @@ def test_parameters_of_another_kind_are_refused_by_name() -> None:
                     call([{"role": "user", "content": "a"}], value, use_tqdm=False)
                 assert refused.value.param == name
                 assert words in refused.value.message
+        with pytest.raises(InvalidRequest, match="of type dict"):
+            llm.add_request("a", {"temperature": 0.0})  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match=r"LLM\.generate takes SamplingParams"):
             llm.beam_search("a", SamplingParams(max_tokens=4))  # type: ignore[arg-type]
         assert llm.generate("a", [None], use_tqdm=False)  # type: ignore[list-item]
