@@ -13,12 +13,23 @@ from engine_service.config import EngineConfig
 from tidemill.kinds import settled
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
+OF_SERVICES = frozenset({
+    "role", "kv_connector", "kv_transfer_timeout_s", "kv_tls_ca", "kv_tls_name", "host",
+    "engine_port", "vllm_facade", "admin_port", "kv_events_zmq", "kv_events_replay",
+    "kv_events_topic", "tls_cert", "tls_key", "tls_client_ca", "health_port", "reflection",
+    "max_message_bytes", "drain_timeout_s", "drain_pause_s", "heartbeat_timeout_s",
+    "hang_timeout_s", "metrics_port", "metrics_alias", "otlp_endpoint", "trace_sample_ratio",
+    "trace_level", "trace_step_every",
+})  # fmt: skip
+"""Fields of EngineConfig that nobody reads where an engine serves nobody."""
 _PLAIN = frozenset({bool, int, float, NoneType})
+_DEFAULTS = EngineConfig()
 
 
 def engine_config(model: str, keywords: Mapping[str, Any]) -> EngineConfig:
     """What they ask for; raises TypeError for a keyword that is none of its fields or has a value
-    of another kind, InvalidRequest for an unknown word, Unsupported for more engines than one."""
+    of another kind, InvalidRequest for an unknown word, Unsupported for more engines than one and
+    for what only a service has."""
     num_engines = keywords.get("data_parallel_size", 1)
     if num_engines != 1:
         raise Unsupported(
@@ -34,6 +45,12 @@ def engine_config(model: str, keywords: Mapping[str, Any]) -> EngineConfig:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"LLM() got an unknown keyword {name!r}{hint}")
+        if name in OF_SERVICES and keywords[name] != getattr(_DEFAULTS, name):
+            raise Unsupported(
+                f"{name} is of the engine service, and an LLM is an engine in this process; leave it"
+                f" out, or run `tidemill serve {model}` and ask it with tidemill.client.Client",
+                param=name,
+            )
     # Bounds of the queue protect a service from its callers; here the caller holds the queue.
     unbounded = {
         "max_queued_requests": sys.maxsize,

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine_service.config import EngineConfig
 from tidemill import LLM
 from tidemill.keywords import engine_config
-from tidemill.runtime.errors import InvalidRequest
+from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,15 @@ def test_values_of_another_kind_are_named(name: str, value: Any, words: str) -> 
 def test_numbers_of_other_libraries_are_plain_ones() -> None:
     made = engine_config("demo", {"seed": np.int64(3), "max_model_len": None, "dtype": "auto"})
     assert (type(made.seed), made.seed, made.max_model_len, made.dtype) == (int, 3, None, "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("host", "0.0.0.0"), ("role", "decode"), ("metrics_port", 9000), ("otlp_endpoint", "x:4317")],
+)
+def test_what_only_a_service_has_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(Unsupported, match=f"{name} is of the engine service.*tidemill serve") as e:
+        LLM("demo", **{name: value})
+    assert e.value.param == name
+    usual = {name: getattr(EngineConfig(), name)}
+    assert engine_config("demo", usual) == engine_config("demo", {})

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from engine_service.config import EngineConfig
 from engine_service.model_folder import check_model
 from tidemill.bench.shapes import read_shape, shape_folder
+from tidemill.keywords import OF_SERVICES
 from tidemill.runtime.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -41,26 +42,14 @@ NOT_SERVED = frozenset(
 )
 """Fields of EngineConfig that are no flags of a benchmark that starts services on loopback: it
 chooses them itself."""
-NOT_MEASURED = NOT_SERVED | frozenset(
+NOT_MEASURED = OF_SERVICES | frozenset(
     {
-        "hang_timeout_s",
-        "heartbeat_timeout_s",
-        "kv_events_replay",
-        "kv_events_topic",
-        "kv_events_zmq",
-        "max_message_bytes",
+        "log_level",
         "max_queue_delay_s",
         "max_queued_requests",
         "max_queued_tokens",
-        "metrics_alias",
-        "metrics_port",
-        "otlp_endpoint",
         "prefix_caching",
         "tokenizer",
-        "trace_level",
-        "trace_sample_ratio",
-        "trace_step_every",
-        "vllm_facade",
     }
 )
 """The same where there is no service; and what would let the second run of a set find the first
