@@ -47,8 +47,8 @@ def engine_config(model: str, keywords: Mapping[str, Any]) -> EngineConfig:
             raise TypeError(f"LLM() got an unknown keyword {name!r}{hint}")
         if name in OF_SERVICES and keywords[name] != getattr(_DEFAULTS, name):
             raise Unsupported(
-                f"{name} is of the engine service, and an LLM is an engine in this process; leave it"
-                f" out, or run `tidemill serve {model}` and ask it with tidemill.client.Client",
+                f"{name} is of the engine service, and an LLM is an engine in this process; leave "
+                f"it out, or run `tidemill serve {model}` and ask it with tidemill.client.Client",
                 param=name,
             )
     # Bounds of the queue protect a service from its callers; here the caller holds the queue.

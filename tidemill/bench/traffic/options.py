@@ -24,6 +24,8 @@ LOADS = MappingProxyType(
     }
 )
 """What the load of a point is, by the option that asks for it."""
+_OF_ONE_LOAD = MappingProxyType({"arrival_cv": (1.0, "rate"), "speed": ("1", "trace_file")})
+"""The default of an option, and the one beside which alone it means something."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +114,9 @@ def points_of(options: ServeOptions) -> tuple[str, list[planned.Point]]:
     if len(said) > 1:
         raise InvalidRequest(f"choose one of {' and '.join(said)}", param=said[1])
     kind = said[0] if said else "concurrency"
+    for name, (default, load) in _OF_ONE_LOAD.items():
+        if kind != load and getattr(options, name) != default:
+            raise InvalidRequest(f"{name} is for {load}, and the load is by {kind}", param=name)
     wish = planned.Wish(
         lengths=Lengths(options.input_len, options.output_len, options.length_spread),
         vocab_size=options.vocab_size,
