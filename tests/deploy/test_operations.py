@@ -36,7 +36,7 @@ COMMANDS = [
 RPCS = [words for words in COMMANDS if words[0] == ".venv/bin/buf"]
 VERBS = [words[1:] for words in COMMANDS if words[0] == ".venv/bin/tidemill"]
 OWN = {
-    *("--api", "--arrival-cv", "--trace-file"),  # tidemill bench serve
+    *("--api", "--arrival-cv", "--rate", "--trace-file"),  # tidemill bench serve
     *("--cacert", "--cert", "--key", "--http2-prior-knowledge"),  # buf curl
     *("--build-arg", "--read-only", "--secret"),  # docker
 }

@@ -120,7 +120,7 @@ def test_goodput_counts_what_keeps_every_bound(slo: Slo, good: int) -> None:
         ({"rate": "1", "concurrency": "2"}, "choose one of rate and concurrency"),
         ({"trace_file": "x", "seconds": 3.0}, "played to its end"),
         ({"arrival_cv": -1.0}, "arrival_cv is -1.0; at least 0"),
-        ({"concurrency": "2", "arrival_cv": 2.0}, "arrival_cv is for rate, and the load is by conc"),
+        ({"concurrency": "2", "arrival_cv": 2.0}, "arrival_cv is for rate, and the load is by"),
         ({"rate": "1", "speed": "2"}, "speed is for trace_file, and the load is by rate"),
         ({"length_spread": 1.5}, "length_spread is 1.5; at most 1"),
         ({"vocab_size": 70_000}, "vocab_size is 70000; at most 65536"),
