@@ -19,6 +19,7 @@ from tidemill.commands import chat
 from tidemill.commands.canvas import CanvasView, usage_line
 from tidemill.exchange import Choice, Delta
 from tidemill.runtime.errors import Overloaded, Unsupported
+from tidemill.security.keys import new_key
 from tidemill.v1 import engine_pb2, text_pb2
 
 SHADE, MASK, BLOCK = "\u2591", 999, 8
@@ -198,6 +199,21 @@ async def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
             served.engine.refuse = other
             assert await asyncio.to_thread(chat.run, words) == 1
             assert capsys.readouterr().err == f"tidemill chat: {other.message}\n"
+
+
+async def test_where_a_key_is_wanted_it_names_the_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = new_key("alice")
+    (tmp_path / "keys").write_text(f"{made.line}\n")
+    async with stack(tmp_path, api_keys_file=str(tmp_path / "keys")) as served:
+        words = ["ab", f"--server={served.grpc_address}"]
+        for keys in ([], ["--api-key=wrong"]):
+            assert await asyncio.to_thread(chat.run, [*words, *keys]) == 1
+            said = capsys.readouterr().err
+            assert said.count("\n") == 1
+            assert "--api-key KEY, or the variable TIDEMILL_API_KEY" in said
+        assert await asyncio.to_thread(chat.run, [*words, f"--api-key={made.key}"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tidemill.commands.canvas import CanvasView, usage_line
 from tidemill.commands.spellings import SPELLINGS
 from tidemill.exchange import CallOptions, Delta
 from tidemill.runtime import options
-from tidemill.runtime.errors import ServiceError, Unsupported
+from tidemill.runtime.errors import ServiceError, Unauthenticated, Unsupported
 from tidemill.sampling_params import SamplingParams
 from tidemill.security.client_tls import ClientTls
 
@@ -88,7 +88,9 @@ def run(argv: Sequence[str]) -> int:
 
 def _told(error: ServiceError, server: str, has_tls: bool) -> str:
     """The words of an error. Those of gRPC, which knows none of our commands, say nothing of what
-    to do."""
+    to do, and a server's of keys speak of headers."""
+    if isinstance(error, Unauthenticated):
+        return f"{error.message} (here: --api-key KEY, or the variable TIDEMILL_API_KEY)"
     if not error.message.startswith(_NOT_REACHED):
         return error.message
     certificates = (
