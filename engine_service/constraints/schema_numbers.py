@@ -1,6 +1,8 @@
 """Whole numbers of JSON schemas beyond 2^53, which llguidance holds as float64 and so may change.
 
 A bound becomes the next float64 inside of it: what the grammar then allows, the schema allows too.
+One beyond the library's 64 bits becomes their end, however it is written (-1e300): of a range that
+lies below them the library never finds the digits, and its stack ends with the process.
 A value that must be met cannot be moved, and is refused.
 """
 
@@ -10,6 +12,7 @@ import json
 import math
 import re
 from typing import Any
+from urllib.parse import unquote
 
 _EXACT = 2**53
 """Up to here every whole number is a float64."""
@@ -76,18 +79,34 @@ def _held(key: str, value: Any) -> Any:
     if key in _MET:
         _check_met(key, value)
         return value
+    if key == "$ref" and isinstance(value, str):
+        _check_target(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, int) and abs(value) >= _EXACT:
         # That one, also for an exclusive bound: the library adds 1 to a float64.
         if key in _LOW:
-            return max(_above(value + _LOW[key]), _LEAST)
+            return _above(value + _LOW[key])
         if key in _HIGH:
-            return min(-_above(_HIGH[key] - value), _MOST)
+            return -_above(_HIGH[key] - value)
     return held_schema(value)
 
 
+def _check_target(reference: str) -> None:
+    """Refuses a reference to what is held as a value: its bounds stay as they are."""
+    is_name = False
+    for part in unquote(reference.partition("#")[2]).split("/"):
+        if not is_name and part in (*_MET, *_PASSED):
+            raise ValueError(f"$ref {reference!r} names what stands in {part}, which is no schema")
+        is_name = not is_name and part in _NAMED
+
+
 def _above(value: int) -> int:
-    """The next float64 from here on."""
-    near = float(value)
+    """The next float64 from here on that the library holds; above them all nothing fits, as it will
+    say itself."""
+    if value > _MOST:
+        return value
+    near = float(max(value, _LEAST))
     return int(near if near >= value else math.nextafter(near, math.inf))
 
 
