@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from engine_service.constraints.deep_stack import on_deep_stack
 from engine_service.constraints.schema_numbers import held_lark, held_schema, held_text
 from engine_service.constraints.triggers import schema_of, trigger_finder
 from engine_service.core.params import ConstraintSpec, ReasoningSpec
@@ -50,8 +51,7 @@ _MAX_KEPT = 128 * _FUEL
 _SILENT = 0
 _COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
 _SPACE: Any = {"whitespace_pattern": r" |\r?\n[ \t]{0,24}"}
-"""Between the tokens of JSON: a space, or a new line and its indentation. Where any white space may
-stand, weak models fill their answers with it."""
+"""Between tokens of JSON. Where any white space may stand, weak models fill answers with it."""
 
 
 class LlMatcher:
@@ -140,7 +140,7 @@ class LlGrammars:
         grammar = _grammar(spec, self._tokenizer)
         if spec.reasoning is not None:
             grammar = _behind(spec.reasoning, grammar, self._tokenizer)
-        made, fuel = _compiled(self._tokenizer, grammar)
+        made, fuel = on_deep_stack(_compiled, self._tokenizer, grammar)
         if made.is_error() and spec.reasoning is not None and spec.reasoning.lark:
             self._matcher(spec._replace(reasoning=None))  # which raises if the fault is its own
             raise _wrong(spec, made.get_error(), param="reasoning.lark")

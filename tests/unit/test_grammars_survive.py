@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from engine_service.constraints.deep_stack import on_deep_stack
 from engine_service.constraints.schema_numbers import held_schema
 from tests.unit.test_grammars_kept import FOLDER
 
@@ -87,3 +90,33 @@ def test_definitions_may_have_the_names_of_keywords() -> None:
     named = {name: {"type": "integer"} for name in ("default", "enum", "const", "properties")}
     schema = {"properties": {n: {"$ref": f"#/$defs/{n}"} for n in named}, "$defs": named}
     assert held_schema(schema) == schema
+
+
+def chain(make: Callable[[dict[str, Any]], dict[str, Any]], length: int) -> dict[str, Any]:
+    """A schema that refers to one that refers to one, and so on."""
+    named = {f"a{i}": make({"$ref": f"#/$defs/a{i + 1}"}) for i in range(length)}
+    return {"$ref": "#/$defs/a0", "$defs": named | {f"a{length}": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize("length", [3000, 9000])
+def test_schemas_that_refer_to_each_other_in_a_long_row_compile_or_are_refused(
+    length: int,
+) -> None:
+    makes: list[Callable[[dict[str, Any]], dict[str, Any]]] = [
+        lambda other: other,
+        lambda other: {"type": "array", "items": other},
+        lambda other: {"anyOf": [other, {"type": "null"}]},
+        lambda other: {"allOf": [other, {"title": "a"}]},
+        lambda other: {"type": "object", "properties": {"p": other}, "required": ["p"]},
+    ]
+    said = told([("json_schema", chain(make, length)) for make in makes])
+    assert said[0] == "open"
+    assert all(one == "open" or "does not compile" in one for one in said), said
+
+
+def test_a_call_on_a_deep_stack_raises_and_returns_as_if_it_were_none() -> None:
+    before = threading.stack_size()
+    assert on_deep_stack(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        on_deep_stack(divmod, 7, 0)
+    assert threading.stack_size() == before
