@@ -17,7 +17,7 @@ from engine_service.model_folder import CONFIG, builtin_models, folder_of, read_
 from engine_service.worker.hub import download
 from engine_service.worker.json_files import read_json
 from engine_service.worker.shards import MANIFEST, Manifest, parse_manifest
-from tidemill.runtime.errors import NotFound
+from tidemill.runtime.errors import InvalidRequest, NotFound
 
 Report = Callable[[str, int, int], None]
 """Called as (stage, done, total) during start-up; total 0: no number known."""
@@ -104,12 +104,22 @@ def _tokenizer_dir(config: EngineConfig, folder: Path) -> str:
 def _added_tokens(folder: Path) -> dict[str, int]:
     """Added tokens of whichever files there are; later files win."""
     tokens = dict(read_json(folder / "added_tokens.json") or {})
-    tokenizer_config = read_json(folder / "tokenizer_config.json") or {}
-    for token_id, entry in (tokenizer_config.get("added_tokens_decoder") or {}).items():
-        tokens[entry["content"]] = int(token_id)
-    tokenizer = read_json(folder / "tokenizer.json") or {}
-    for entry in tokenizer.get("added_tokens") or []:
-        tokens[entry["content"]] = entry["id"]
+    for name, key in (
+        ("tokenizer_config.json", "added_tokens_decoder"),
+        ("tokenizer.json", "added_tokens"),
+    ):
+        listed = (read_json(folder / name) or {}).get(key) or []
+        try:
+            # One has the entries by their ids, the other one has the ids in the entries.
+            pairs = listed.items() if isinstance(listed, dict) else [(e["id"], e) for e in listed]
+            tokens |= {entry["content"]: int(token_id) for token_id, entry in pairs}
+        except (TypeError, KeyError, ValueError) as failure:
+            raise InvalidRequest(
+                f"{folder / name}: {key} is not as tokenizers write it ({failure!r}); fetch the "
+                "file again",
+                reason="CHECKPOINT_CORRUPT",
+                param="model",
+            ) from failure
     return tokens
 
 

@@ -61,9 +61,10 @@ def weight_files(folder: Path) -> list[Path]:
             reason="WEIGHTS_MISSING",
             param="model",
         )
-    if not isinstance(index.get("weight_map"), dict):
-        raise corrupt(folder / _INDEX, "it has no weight_map")
-    shards = sorted(set(index["weight_map"].values()))
+    named = index.get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(one, str) for one in named.values()):
+        raise corrupt(folder / _INDEX, "it has no weight_map of names of files")
+    shards = sorted(set(named.values()))
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
         raise NotFound(

@@ -125,6 +125,23 @@ def test_truncated_generation_config(folder: Path) -> None:
     refuse(InvalidRequest, r"generation_config\.json", model=str(folder))
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {"1": "a"}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"one": {"content": "a"}}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": 1}),
+        ("tokenizer.json", {"added_tokens": [{"id": 1}]}),
+        ("tokenizer.json", {"added_tokens": ["a"]}),
+    ],
+)
+def test_added_tokens_that_are_none_name_their_file(
+    name: str, content: dict[str, Any], folder: Path
+) -> None:
+    (folder / name).write_text(json.dumps(content))
+    refuse(InvalidRequest, f"{name}: added_tokens", model=str(folder))
+
+
 @pytest.mark.parametrize("name", ["demoo", "/no/such/folder", "./relative", "~/nowhere", "a/b/c"])
 def test_unknown_names_say_what_a_model_may_be(name: str) -> None:
     error = refuse(NotFound, "owner/name", model=name)

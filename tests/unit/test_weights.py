@@ -282,9 +282,10 @@ def test_the_same_tensor_twice(tmp_path: Path, seed: int) -> None:
     refuse(InvalidRequest, tmp_path, "in a second file too")
 
 
-def test_broken_index(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("index", ["{}", '{"weight_map": {"a": 1, "b": "b.safetensors"}}'])
+def test_broken_index(index: str, tmp_path: Path, seed: int) -> None:
     shard(tmp_path, random_tensors(seed))
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
     refuse(InvalidRequest, tmp_path, "no weight_map")
 
 
