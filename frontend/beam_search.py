@@ -8,6 +8,7 @@ the others run on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -88,4 +89,9 @@ class BeamSearch:
         return self._beam.early_stopping or self._score(self.running[0]) <= self._finished[-1][0]
 
     def _score(self, one: Hypothesis) -> float:
-        return float(one.logprob / len(one.token_ids) ** self._beam.length_penalty)
+        try:
+            return float(one.logprob / len(one.token_ids) ** float(self._beam.length_penalty))
+        except OverflowError:  # 1,300 tokens to the power of 100
+            return -0.0
+        except ZeroDivisionError:
+            return -math.inf

@@ -136,3 +136,13 @@ def test_only_what_is_looked_at_is_copied(monkeypatch: pytest.MonkeyPatch) -> No
         copied.clear()
         search.advance([likely] * len(search.running))
         assert len(copied) == num_candidates(beam, ends)
+
+
+@pytest.mark.parametrize("penalty", [100.0, -100.0])
+def test_powers_of_long_answers_that_no_float_holds_end_no_search(penalty: float) -> None:
+    search = BeamSearch(Beam(1, penalty), ends=frozenset(), max_tokens=2000)
+    scored = TokenLogprobs((1, 1, 2), (-0.1, -0.1, -9.0), 1)
+    while not search.is_done:
+        search.advance([scored])
+    (found,) = search.best(1)
+    assert found.token_ids == (1,) * 2000
