@@ -20,7 +20,7 @@ from frontend.messages import EngineFacts
 from frontend.request import Options, Sampling, TextRequest
 from frontend.tokenizer import TextTokenizer, Vocabulary
 from frontend.validation import check_truncation, truncated
-from tidemill.given import wrong_kind
+from tidemill.given import several, wrong_kind
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 from tidemill.sampling_params import BeamSearchParams, SamplingParams
 
@@ -40,6 +40,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any] | TextPrompt
 text that stands behind what is generated, as in `LLM.infill`."""
 
 _KEYS = ("prompt", "prompt_token_ids", "suffix")
+_WORDING = "a text, token ids, or a dictionary with either"
 
 
 def open_tokenizer(model: str, facts: CoreFacts) -> TextTokenizer:
@@ -90,7 +91,7 @@ class PromptReader:
             ids = self.need_tokenizer().encode(prompt, add_special_tokens=True)
             return TextPrompt(prompt, ids), None
         if not isinstance(prompt, Mapping):
-            return TextPrompt(None, list(prompt)), None
+            return TextPrompt(None, _ids(prompt)), None
         unknown = [key for key in prompt if key not in _KEYS]
         if unknown:
             raise InvalidRequest(
@@ -99,7 +100,7 @@ class PromptReader:
                 param="prompt",
             )
         if "prompt_token_ids" in prompt:
-            read = TextPrompt(prompt.get("prompt"), list(prompt["prompt_token_ids"]))
+            read = TextPrompt(prompt.get("prompt"), _ids(prompt["prompt_token_ids"]))
         elif "prompt" in prompt:
             read, _ = self._read(prompt["prompt"])
         else:
@@ -168,11 +169,15 @@ def read_bad_words(params: SamplingParams, vocabulary: Vocabulary) -> list[tuple
     return bad_word_ids(params.bad_words, vocabulary)
 
 
+def _ids(given: Any) -> list[Any]:
+    return list(several("prompt", given, _WORDING))
+
+
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Several prompts, whichever way one or many were given."""
+    """Several prompts, whichever way one or many were given; raises InvalidRequest for neither."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    listed = list(prompts)
+    listed = list(several("prompts", prompts, f"one or a list of them: {_WORDING}"))
     if listed and all(isinstance(item, Integral) for item in listed):  # numpy's too
         return [cast("Sequence[int]", listed)]
     return cast("list[Prompt]", listed)

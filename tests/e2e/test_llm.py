@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -58,6 +59,22 @@ def test_block_diffusion_commits_several_tokens_per_forward(block: LLM) -> None:
     )
     assert output.outputs[0].text == "tide tide tide tide tide"
     assert output.usage.output_tokens / output.usage.denoise_steps > 3
+
+
+@pytest.mark.parametrize(
+    ("prompts", "told"),
+    [
+        (5, "prompts is 5, of type int; pass one or a list of them: a text, token ids, or"),
+        (b"ab", "prompts is b'ab', of type bytes"),
+        ([None], "prompt is None, of type NoneType; pass a text, token ids, or a dictionary"),
+        (["ab", 5], "prompt is 5, of type int"),
+        ({"prompt_token_ids": 5}, "prompt is 5, of type int"),
+    ],
+)
+def test_prompts_of_another_kind_are_named(demo: LLM, prompts: Any, told: str) -> None:
+    with pytest.raises(InvalidRequest, match=told) as refused:
+        demo.generate(prompts, GREEDY)
+    assert refused.value.param in ("prompt", "prompts")
 
 
 def test_one_params_per_prompt_and_length(demo: LLM) -> None:
