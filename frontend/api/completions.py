@@ -10,7 +10,7 @@ from frontend.api.openai_request import to_completion
 from frontend.api.openai_response import completion_logprobs, prompt_logprobs, usage_of
 from frontend.api.openai_schema import CompletionBody
 from frontend.api.sse import Frames
-from frontend.choice import TextDelta, TextLogprob
+from frontend.choice import TextDelta, TextLogprob, with_alternatives
 from frontend.desk import FrontDesk
 from frontend.generation import Generation
 from frontend.prompt_scores import PromptScores
@@ -63,8 +63,9 @@ def _choice(result: ChoiceResult, body: CompletionBody, generation: Generation) 
         "stop_reason": result.stop_reason,
     }
     if body.prompt_logprobs is not None:
+        # The engine was asked for as many as echo's logprobs need, too.
         scores = generation.choice_at(result.index).prompt_logprobs
-        choice["prompt_logprobs"] = prompt_logprobs(scores)
+        choice["prompt_logprobs"] = prompt_logprobs(with_alternatives(scores, body.prompt_logprobs))
     if body.return_token_ids:
         choice["token_ids"] = result.token_ids
         choice["prompt_token_ids"] = generation.choice_at(result.index).prompt.token_ids

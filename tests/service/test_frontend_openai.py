@@ -200,6 +200,7 @@ async def test_streams_carry_prompt_logprobs_once(tmp_path: Path) -> None:
     async with stack(tmp_path) as served, served.http() as client:
         for path, body in (
             ("/v1/completions", {"prompt": ["éb", "c"], "n": 2, "max_tokens": 4}),
+            ("/v1/completions", {"prompt": ["éb", "c"], "n": 2, "echo": True, "logprobs": 3}),
             ("/v1/chat/completions", {"messages": HI, "n": 2, "max_tokens": 3}),
         ):
             body["prompt_logprobs"] = 1
