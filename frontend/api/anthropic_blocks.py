@@ -13,6 +13,7 @@ from frontend.api.sse import named_event
 from frontend.choice import TextDelta
 from frontend.parsers.base import Content
 from frontend.reading import CallDelta
+from tidemill.nesting import is_too_deep
 
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 
@@ -95,9 +96,11 @@ class Blocks:
 
 def _arguments(text: str) -> dict[str, Any]:
     """The arguments of a call. What is no object (it was cut off) is told as it stands, under the
-    name that Anthropic's documentation gives it."""
+    name that Anthropic's documentation gives it. So is what nests too deeply to be written again,
+    or to be sent back: a model that repeats itself may write hundreds of brackets."""
     try:
         arguments = orjson.loads(text or "{}")
     except orjson.JSONDecodeError:
         arguments = None
-    return arguments if isinstance(arguments, dict) else {"INVALID_JSON": text}
+    is_told = isinstance(arguments, dict) and not is_too_deep(arguments)
+    return arguments if is_told else {"INVALID_JSON": text}

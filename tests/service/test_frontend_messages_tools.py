@@ -46,7 +46,7 @@ async def sdk(folder: Path, per_step: int = 1) -> AsyncIterator[tuple[Any, Any]]
     template = folder / "template.jinja"
     template.write_text(TEMPLATE)
     flags = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
-    engine = {"tokens_per_step": per_step}
+    engine = {"tokens_per_step": per_step, "max_model_len": 2048}
     async with (
         stack(folder, engine=engine, chat_template=str(template), **flags) as served,
         anthropic.AsyncAnthropic(base_url=served.url, api_key="any", max_retries=0) as client,
@@ -109,6 +109,24 @@ async def test_a_call_that_is_cut_off_is_told_as_it_stands(tmp_path: Path) -> No
     assert message.stop_reason == "max_tokens"
     (_, _, arguments) = shown(message)[-1]
     assert arguments == {"INVALID_JSON": '{"a": [1, '}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_call_that_nests_too_deeply_is_told_as_it_stands(
+    tmp_path: Path, streams: bool
+) -> None:
+    deep = f'{{"a": {300 * "["}{300 * "]"}}}'
+    said = f'<tool_call>{{"name": "f", "arguments": {deep}}}</tool_call><|eos|>'
+    async with sdk(tmp_path, 50) as (served, _), served.http() as http:
+        wanted = {"model": "fake", "max_tokens": 1000, "tools": TOOLS, "stream": streams}
+        turn = {"role": "user", "content": said}
+        answer = await http.post("/v1/messages", json={**wanted, "messages": [turn]})
+    assert answer.status_code == 200, answer.text
+    if streams:
+        assert "event: message_stop" in answer.text
+    else:
+        (block,) = answer.json()["content"]
+        assert block["input"] == {"INVALID_JSON": deep}
 
 
 async def test_the_template_hears_of_everything(tmp_path: Path) -> None:
