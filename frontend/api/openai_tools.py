@@ -73,14 +73,15 @@ def with_arguments(call: Any, param: str) -> dict[str, Any]:
         function = dict(call["function"])
         if isinstance(function.get("arguments"), str):
             check_nesting(function["arguments"], param)
-            function["arguments"] = _whole(function["arguments"] or "{}")
+            function["arguments"] = whole(function["arguments"] or "{}")
         return {**call, "function": function}
     except (KeyError, TypeError, ValueError) as failure:
         raise InvalidRequest(f"{param}: not a tool call: {failure}", param=param) from failure
 
 
-def _whole(arguments: str) -> Any:
-    """The value of a JSON text, of one that `max_tokens` has cut off as much as is there."""
+def whole(arguments: str) -> Any:
+    """The value of a JSON text, of one that `max_tokens` has cut off as much as is there. Raises
+    ValueError for what is no JSON."""
     try:
         return orjson.loads(arguments)
     except ValueError:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
-import orjson
-
 from frontend.api.openai_response import chat_logprobs
+from frontend.api.openai_tools import whole
 from frontend.choice import TextDelta
 from frontend.parsers.base import Content, Event, Reasoning
 from frontend.parsers.free_input import INPUT, FreeInputParser
 from frontend.reading import CallDelta
+from tidemill.nesting import is_too_deep
 
 Emit = Callable[..., bytes]
 """`emit(type, **fields)` is one event; a response that nobody watches emits nothing."""
@@ -189,10 +189,14 @@ def _text(events: Iterable[Event]) -> str:
 
 
 def _arguments(call: dict[str, Any]) -> Any:
-    """Templates expect an object; a call that was cut off stays the text that it is."""
+    """Templates expect an object: of a call that was cut off as much as is there, as where a client
+    sends the call itself. What is no JSON stays the text that it is, and what nests too deeply to
+    be written again."""
     if call["type"] == "custom_tool_call":
         return {INPUT: call["input"]}
     try:
-        return orjson.loads(call["arguments"] or "{}")
-    except orjson.JSONDecodeError:
+        arguments = whole(call["arguments"] or "{}")
+    except ValueError:
         return call["arguments"]
+    is_deep = isinstance(arguments, dict | list) and is_too_deep(arguments)
+    return call["arguments"] if is_deep else arguments

@@ -28,7 +28,7 @@ async def sdk(folder: Path, per_step: int = 1) -> AsyncIterator[tuple[Any, Any]]
     template = folder / "template.jinja"
     template.write_text(TEMPLATE)
     flags = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
-    engine = {"tokens_per_step": per_step}
+    engine = {"tokens_per_step": per_step, "max_model_len": 2048}
     async with (
         stack(folder, engine=engine, chat_template=str(template), **flags) as served,
         openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client,
@@ -166,6 +166,41 @@ async def test_a_call_that_is_cut_off_keeps_what_came(tmp_path: Path) -> None:
         "incomplete",
         '{"a": [1, ',
     )
+    assert more.status == "incomplete"
+
+
+async def test_what_is_there_of_a_call_that_was_cut_off_is_an_object_for_the_template(
+    tmp_path: Path,
+) -> None:
+    """Templates iterate over arguments; the same turn sent by the client is read the same way."""
+    template = tmp_path / "template.jinja"
+    each = "{% for k, v in call.function.arguments | items %}{{ k }}={{ v }}{% endfor %}"
+    template.write_text(TEMPLATE.replace("{{ call.function.arguments.a }}", each))
+    said = SAID[: SAID.index('"}"')]
+    flags = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    async with stack(tmp_path, chat_template=str(template), **flags) as served:
+        most = len(served.tokenizer.encode(f"<|user|>{said}").ids)
+        body = {"model": "fake", "input": SAID, "tools": TOOLS, "max_output_tokens": most}
+        async with served.http() as http:
+            first = (await http.post("/v1/responses", json=body)).json()
+            body |= {"input": "go on", "previous_response_id": first["id"]}
+            more = await http.post("/v1/responses", json=body)
+        assert more.status_code == 200, more.text
+        prompt = list(memoryview(served.engine.submits[-1].prompt_token_ids).cast("I"))
+    call_id = first["output"][-1]["call_id"]
+    assert f"[{call_id} f a=[1]]" in served.tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+async def test_a_call_that_nests_too_deeply_does_not_end_the_next_response(tmp_path: Path) -> None:
+    """Of more than 254 levels the writer of JSON makes an error; those of a turn count."""
+    async with sdk(tmp_path) as (_, client):
+        deep = f'{{"a": {300 * "["}{300 * "]"}}}'
+        call = f'<tool_call>{{"name": "f", "arguments": {deep}}}</tool_call>'
+        found = await client.responses.create(model="fake", input=f"{call}<|eos|>", tools=TOOLS)
+        assert found.output[-1].arguments == deep
+        more = await client.responses.create(
+            model="fake", input="go on", previous_response_id=found.id, max_output_tokens=1
+        )
     assert more.status == "incomplete"
 
 
