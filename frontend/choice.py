@@ -7,16 +7,14 @@ faces; its one signal to the outside is `matched`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from frontend.gap import Gap
-from frontend.messages import Canvas, Delta, Finish, FinishReason, Timings, TokenLogprobs, Usage
-from frontend.parsers.base import Content
-from frontend.reading import CallDelta, Part, Reading
+from frontend.messages import Delta, Finish, FinishReason, Timings, TokenLogprobs, Usage
+from frontend.reading import Reading
 from frontend.request import Options
 from frontend.stopping import StopChecker
+from frontend.text_delta import TextDelta, TextLogprob, with_alternatives
 from frontend.tokenizer import Vocabulary
 from tidemill.structured import Constraint
 
@@ -33,50 +31,6 @@ _REASONS = {
 _BEFORE = 8
 """Tokens of a prompt that are decoded in front of what goes on in its text: enough for a whole
 character at its end, which has at most 4 bytes, and what stands around it."""
-
-
-class TextLogprob(NamedTuple):
-    """A token with its log-probability (None where there is none: the first of a prompt).
-
-    `offset` counts the characters, from the prompt's start, that are complete before this token.
-    """
-
-    token_id: int
-    token: str
-    content: bytes
-    logprob: float | None
-    rank: int
-    top: tuple[TextLogprob, ...] = ()
-    offset: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class TextDelta:
-    """What is new of one choice. `token_ids` and `logprobs` may run ahead of the text, which holds
-    back half characters, possible stop strings and possible markers of the output's format.
-
-    `text` is what the user reads; of chats `reasoning` and `calls` are kept apart from it, and
-    `parts` says in which order they came.
-    """
-
-    index: int
-    text: str = ""
-    reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
-    parts: list[Part] | None = None
-    """None: there is only text."""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TextLogprob] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    canvas: Canvas | None = None
-
-    def in_order(self) -> list[Part]:
-        """Text, reasoning and calls as they came: of several tokens, or of one that ends two
-        things, there may be a call's end, and text behind it."""
-        if self.parts is None:
-            return [Content(self.text)] if self.text else []
-        return self.parts
 
 
 class PromptView(NamedTuple):
@@ -151,18 +105,20 @@ class Choice:
         if delta.prompt_logprobs:
             self._add_prompt_logprobs(delta.prompt_logprobs)
         shown = TextDelta(self.index, canvas=delta.canvas)
+        texts: list[str] = []
         if delta.token_ids and self.matched is None and not self._only_prompt:
-            self._add_tokens(delta, shown)
+            texts = self._add_tokens(delta, shown)
         if delta.finish is not None:
             self._add_finish(delta.finish, shown)
         if self._owes_echo and (delta.token_ids or delta.finish is not None):
             self._echo(shown)
         if self._reading is not None:
-            self._read(self._reading, shown)
+            self._read(self._reading, shown, texts)
         is_empty = not (shown.text or shown.token_ids or shown.finish_reason or shown.canvas)
         return None if is_empty else shown
 
-    def _add_tokens(self, delta: Delta, shown: TextDelta) -> None:
+    def _add_tokens(self, delta: Delta, shown: TextDelta) -> list[str]:
+        """The text of each token, where they are fed one by one."""
         token_ids = delta.token_ids
         if self._most_tokens is not None:  # what the engine says behind the gap is the suffix
             token_ids = token_ids[: self._most_tokens - self.num_tokens]
@@ -175,13 +131,15 @@ class Choice:
             and not self._options.include_stop_str_in_output
         ):
             visible = token_ids[:-1]  # the token that ended the sequence is counted, not shown
+        texts: list[str] = []
         offsets: list[int] = []
         is_plain = self._stops is None and self._options.logprobs is None
         if is_plain and self._reading is None:
             shown.text = self._detokenizer.feed(visible)
             num_consumed = len(token_ids)
         else:
-            shown.text, offsets = self._feed_singly(visible)
+            texts, offsets = self._feed_singly(visible)
+            shown.text = "".join(texts)
             num_consumed = len(token_ids) if self.matched is None else len(offsets)
         if self._reading is not None:
             self._starts.extend(at - len(self.prompt.text) for at in offsets)
@@ -194,10 +152,10 @@ class Choice:
             offsets += [self._num_chars] * (num_consumed - len(offsets))
             rows = zip(shown.token_ids, delta.logprobs, offsets, strict=False)
             shown.logprobs = [self._to_text(*row) for row in rows]
+        return texts
 
-    def _feed_singly(self, token_ids: list[int]) -> tuple[str, list[int]]:
-        """Text up to a stop string, and where the text of each of its tokens begins; sets
-        `matched`.
+    def _feed_singly(self, token_ids: list[int]) -> tuple[list[str], list[int]]:
+        """Texts of the tokens up to a stop string, and where each of them begins; sets `matched`.
 
         One token at a time, because the text ends inside a delta of several tokens. The first
         `min_tokens` tokens cannot contain a stop string.
@@ -219,7 +177,7 @@ class Choice:
             if checked.matched is not None:
                 self.matched = checked.matched
                 break
-        return "".join(texts), offsets
+        return texts, offsets
 
     def _add_finish(self, finish: Finish, shown: TextDelta) -> None:
         self.finish, self.usage, self.timings = finish, finish.usage, finish.timings
@@ -243,11 +201,16 @@ class Choice:
             shown.stop_reason = finish.detail
 
     @staticmethod
-    def _read(reading: Reading, shown: TextDelta) -> None:
+    def _read(reading: Reading, shown: TextDelta, texts: list[str]) -> None:
         is_last = shown.finish_reason is not None
-        shown.text, shown.reasoning, shown.calls, shown.parts = reading.read(
-            shown.text, is_last=is_last
-        )
+        if shown.logprobs and len(texts) <= len(shown.logprobs):
+            # What the end brings comes with the last token, which may have no text of its own.
+            texts = texts + [""] * (len(shown.logprobs) - len(texts))
+            texts[-1] += shown.text[sum(map(len, texts)) :]
+            said, shown.by_token = reading.read_singly(texts, is_last=is_last)
+        else:
+            said = reading.read(shown.text, is_last=is_last)
+        shown.text, shown.reasoning, shown.calls, shown.parts = said
         if shown.finish_reason == "stop" and reading.has_calls:
             shown.finish_reason = "tool_calls"
 
@@ -289,9 +252,3 @@ class Choice:
         text, content = piece(token_id)
         logprob = entry.logprobs[0] if entry.logprobs else None
         return TextLogprob(token_id, text, content, logprob, entry.rank, tuple(top), offset)
-
-
-def with_alternatives(entries: Iterable[TextLogprob], count: int) -> list[TextLogprob]:
-    """The same with `count` alternatives a token at most: the engine is asked for prompts once,
-    by whoever wants more of them."""
-    return [entry._replace(top=entry.top[:count]) for entry in entries]

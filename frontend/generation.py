@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from frontend.beam_call import BeamCall, search
 from frontend.call import Call
 from frontend.calling import with_calls
-from frontend.choice import Choice, PromptView, TextDelta
+from frontend.choice import Choice, PromptView
 from frontend.choosable import as_asked
 from frontend.fleet.route import Route
 from frontend.gap import check_gap, check_suffix_ids, check_suffix_len, fit_prompt
@@ -27,6 +27,7 @@ from frontend.request import Chat, Ingress, Prompt, TextRequest, session_of, sha
 from frontend.result import ChoiceResult
 from frontend.sequences import sequence_of
 from frontend.served import ServedModel
+from frontend.text_delta import TextDelta
 from frontend.validation import DEFAULT_COMPLETION_TOKENS, check_request, check_size
 from tidemill.runtime.errors import InvalidRequest, ServiceError, Unsupported
 

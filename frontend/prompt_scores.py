@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from frontend.choice import Choice, TextDelta, TextLogprob, with_alternatives
+from frontend.choice import Choice
 from frontend.request import TextRequest
+from frontend.text_delta import TextDelta, TextLogprob, with_alternatives
 
 
 class PromptScores:

@@ -76,12 +76,18 @@ class Reading:
             elif self._most_calls is None or event.call < self._most_calls:
                 _add_call(parts, event)
                 self.has_calls = True
-        return Said(
-            content="".join([part.text for part in parts if isinstance(part, Content)]),
-            reasoning="".join([part.text for part in parts if isinstance(part, Reasoning)]),
-            calls=[part for part in parts if isinstance(part, CallDelta)],
-            parts=parts,
-        )
+        return _said(parts)
+
+    def read_singly(self, texts: Sequence[str], *, is_last: bool) -> tuple[Said, list[list[Part]]]:
+        """`read` of texts that come one behind the other, and what came with each of them."""
+        by_text: list[list[Part]] = []
+        parts: list[Part] = []
+        for count, text in enumerate(texts, start=1):
+            said = self.read(text, is_last=is_last and count == len(texts))
+            by_text.append(said.parts)
+            for part in said.parts:
+                _add_part(parts, part)
+        return _said(parts), by_text
 
 
 def behind_reasoning(
@@ -164,6 +170,24 @@ def check_place(chat: Chat, variables: frozenset[str]) -> None:
             "the server with a template that has one (--chat-template)",
             param="tools",
         )
+
+
+def _said(parts: list[Part]) -> Said:
+    return Said(
+        content="".join([part.text for part in parts if isinstance(part, Content)]),
+        reasoning="".join([part.text for part in parts if isinstance(part, Reasoning)]),
+        calls=[part for part in parts if isinstance(part, CallDelta)],
+        parts=parts,
+    )
+
+
+def _add_part(parts: list[Part], part: Part) -> None:
+    if not isinstance(part, CallDelta):
+        _add_text(parts, part)
+    elif part.name:
+        parts.append(part)
+    else:
+        _add_call(parts, Arguments(part.call, part.arguments))
 
 
 def _add_text(parts: list[Part], event: Content | Reasoning) -> None:

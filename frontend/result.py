@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from frontend.choice import TextDelta, TextLogprob
 from frontend.parsers.base import ToolCall
+from frontend.text_delta import TextDelta, TextLogprob
 
 
 @dataclass(slots=True, eq=False)

@@ -17,9 +17,10 @@ from engine_service.core.messages import Command, Event, StepOutput, Submit
 from engine_service.core.messages import Finish as CoreFinish
 from engine_service.core.params import ConstraintSpec, DecodingChoice
 from engine_service.core.params import SamplingParams as CoreSampling
-from frontend.choice import Choice, PromptView, TextDelta, TextLogprob
+from frontend.choice import Choice, PromptView
 from frontend.messages import Delta, Finish, FinishReason, Timings, TokenLogprobs, Usage
 from frontend.request import Options, Sampling
+from frontend.text_delta import TextDelta, TextLogprob
 from frontend.tokenizer import Piece, Vocabulary
 from frontend.validation import MAX_SEQUENCES, check_stop_lengths
 from tidemill.outputs import CompletionOutput, Logprob, RequestOutput, RequestUsage

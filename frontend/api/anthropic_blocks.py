@@ -10,9 +10,9 @@ from typing import Any
 import orjson
 
 from frontend.api.sse import named_event
-from frontend.choice import TextDelta
 from frontend.parsers.base import Content
 from frontend.reading import CallDelta
+from frontend.text_delta import TextDelta
 from tidemill.nesting import is_too_deep
 
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}

@@ -11,11 +11,11 @@ from frontend.api.openai_response import chat_logprobs, prompt_logprobs, usage_o
 from frontend.api.openai_schema import ChatBody
 from frontend.api.openai_tools import call_deltas, tool_calls
 from frontend.api.sse import Frames
-from frontend.choice import TextDelta
 from frontend.desk import FrontDesk
 from frontend.prompt_scores import PromptScores
 from frontend.request import Ingress
 from frontend.result import ChoiceResult
+from frontend.text_delta import TextDelta
 
 
 async def complete(desk: FrontDesk, body: ChatBody, ingress: Ingress) -> dict[str, Any]:

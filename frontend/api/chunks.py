@@ -7,9 +7,9 @@ from typing import Any
 from frontend.api.openai_response import canvas_of, usage_of
 from frontend.api.openai_schema import GenerationBody, StreamOptions
 from frontend.api.sse import Frames
-from frontend.choice import TextDelta
 from frontend.generation import Generation
 from frontend.prompt_scores import PromptScores
+from frontend.text_delta import TextDelta
 
 
 class ChunkWriter:

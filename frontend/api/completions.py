@@ -10,12 +10,12 @@ from frontend.api.openai_request import to_completion
 from frontend.api.openai_response import completion_logprobs, prompt_logprobs, usage_of
 from frontend.api.openai_schema import CompletionBody
 from frontend.api.sse import Frames
-from frontend.choice import TextDelta, TextLogprob, with_alternatives
 from frontend.desk import FrontDesk
 from frontend.generation import Generation
 from frontend.prompt_scores import PromptScores
 from frontend.request import Ingress
 from frontend.result import ChoiceResult
+from frontend.text_delta import TextDelta, TextLogprob, with_alternatives
 
 
 async def complete(desk: FrontDesk, body: CompletionBody, ingress: Ingress) -> dict[str, Any]:

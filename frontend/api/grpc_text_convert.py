@@ -10,10 +10,10 @@ from google.protobuf.struct_pb2 import Struct
 
 from frontend.api.grpc_text_tools import with_tools
 from frontend.api.openai_tools import with_arguments
-from frontend.choice import TextDelta, TextLogprob
 from frontend.messages import Timings, Usage
 from frontend.request import Beam, Chat, Decoding, Options, Prompt, Sampling, TextRequest
 from frontend.served import ServedModel
+from frontend.text_delta import TextDelta, TextLogprob
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.structured import Constraint
 from tidemill.v1 import engine_pb2, text_pb2

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from frontend.api import grpc_text_convert as convert
 from frontend.api.grpc_text_tools import call_messages
 from frontend.api.openai_response import canvas_text
-from frontend.choice import TextDelta
 from frontend.generation import Generation
 from frontend.prompt_scores import PromptScores
 from frontend.request import TextRequest
 from frontend.result import ChoiceResult
+from frontend.text_delta import TextDelta
 from tidemill.v1 import text_pb2 as pb
 
 

@@ -28,10 +28,10 @@ from frontend.api.oip import (
 from frontend.api.oip_body import GenerateBody, InferBody, infer_response, read_infer
 from frontend.api.openai_request import parse
 from frontend.api.sse import EventStream, event
-from frontend.choice import TextLogprob
 from frontend.desk import FrontDesk
 from frontend.generation import Generation
 from frontend.request import Ingress, TextRequest
+from frontend.text_delta import TextLogprob
 from frontend.validation import check_streamed
 from tidemill import __version__
 from tidemill.runtime.errors import ServiceError, Unsupported

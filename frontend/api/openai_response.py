@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from frontend.choice import TextDelta, TextLogprob
 from frontend.messages import Usage
 from frontend.served import ServedModel
+from frontend.text_delta import TextDelta, TextLogprob
 
 _LOWEST = -9999.0
 """JSON has no minus infinity."""

@@ -10,10 +10,10 @@ from typing import Any
 
 from frontend.api.openai_response import chat_logprobs
 from frontend.api.openai_tools import whole
-from frontend.choice import TextDelta
 from frontend.parsers.base import Content, Event, Reasoning
 from frontend.parsers.free_input import INPUT, FreeInputParser
-from frontend.reading import CallDelta
+from frontend.reading import CallDelta, Part
+from frontend.text_delta import TextDelta, TextLogprob
 from tidemill.nesting import is_too_deep
 
 Emit = Callable[..., bytes]
@@ -49,10 +49,13 @@ class Items:
         return self._items
 
     def feed(self, delta: TextDelta, emit: Emit) -> bytes:
-        """Adds what is new; returns the events that tell it. Reasoning and calls have no place for
-        logprobs."""
-        self._unplaced += chat_logprobs(delta.logprobs)["content"]
-        events, parts = b"", delta.in_order()
+        """Adds what is new; returns the events that tell it."""
+        return b"".join([self._add(*one, emit) for one in delta.singly()])
+
+    def _add(self, logprobs: list[TextLogprob], parts: list[Part], emit: Emit) -> bytes:
+        """Reasoning and calls have no place for log-probabilities."""
+        self._unplaced += chat_logprobs(logprobs)["content"]
+        events = b""
         for part in parts:
             if isinstance(part, Content):
                 events += self._say(part.text, emit)

@@ -11,8 +11,8 @@ from typing import Any
 from frontend.api.finished import check_finished
 from frontend.api.responses_items import Emit, Items
 from frontend.api.responses_schema import ResponsesBody, ResponsesTool
-from frontend.choice import TextDelta
 from frontend.messages import Usage
+from frontend.text_delta import TextDelta
 from tidemill.runtime.errors import ServiceError
 
 _CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.choice import Choice, PromptView, TextDelta
+from frontend.choice import Choice, PromptView
 from frontend.gap import Gap
 from frontend.messages import Delta, Finish, FinishReason, Timings, TokenLogprobs, Usage
 from frontend.prompt_scores import PromptScores
 from frontend.request import Options, Sampling, TextRequest
 from frontend.sequences import sequence_of
+from frontend.text_delta import TextDelta
 from frontend.tokenizer import TextTokenizer
 from tests.service.frontends import write_tokenizer
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from frontend.api.grpc_text_pieces import CHAT, TEXT, Form, Pieces
-from frontend.choice import TextDelta
 from frontend.reading import CallDelta
+from frontend.text_delta import TextDelta
 from tidemill.v1 import text_pb2 as pb
 
 FRAME = {"id": "x-1", "model": "demo", "created_unix_s": 7}

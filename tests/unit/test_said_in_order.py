@@ -11,11 +11,11 @@ import pytest
 
 from frontend.api.anthropic_blocks import Blocks
 from frontend.api.responses_items import Items
-from frontend.choice import TextDelta, TextLogprob
 from frontend.parsers.base import Content, Reasoning
 from frontend.parsers.registry import output_format
 from frontend.reading import CallDelta, Reading, reading_of
 from frontend.request import Chat
+from frontend.text_delta import TextDelta, TextLogprob
 
 SAID = (
     "<think>\nhm\n</think>\n\nFirst."
