@@ -1,6 +1,6 @@
 """Where kernels are kept that CuTe DSL compiles for FlashAttention 4 and QuACK.
 
-By default the former keeps none, some 10 s of every start, and the latter below the folder for
+By default the former keeps none, some 5 s of every start, and the latter below the folder for
 temporary files, by the user's name, which a number without an account has not. It knows neither
 library's kernels.
 """

@@ -13,6 +13,7 @@ class Patience:
         self._seconds = seconds
         self._began = 0.0
         self._waiting: asyncio.Timeout | None = None
+        self._is_over = False
 
     @property
     def seconds(self) -> float:
@@ -25,7 +26,7 @@ class Patience:
         waiting = self._waiting
         if waiting is None:
             self._seconds = min(self._seconds, seconds) if only_less else seconds
-        elif not waiting.expired():
+        elif not (self._is_over or waiting.expired()):
             passed = asyncio.get_running_loop().time() - self._began
             self._seconds = min(self._seconds, passed + seconds)
             waiting.reschedule(self._began + self._seconds)
@@ -38,4 +39,6 @@ class Patience:
                 await ends
         except TimeoutError:
             return False
+        finally:
+            self._is_over = True
         return True
