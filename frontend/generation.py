@@ -59,7 +59,8 @@ class Generation:
         self.called = self.model.called(request.options.model)
         request = shared_by(request, ingress.caller)
         options = request.options
-        self._route = Route(desk.fleet, session_of(ingress, options), options.fairness_key)
+        session = session_of(ingress, options)
+        self._route = Route(desk.fleet, self.model.facts, session, options.fairness_key)
         self._request = with_markers(request, self.model.output)
         self.prompts: list[PromptView] = []
         self.choices: list[Choice] = []

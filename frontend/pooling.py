@@ -152,7 +152,8 @@ class PoolWalk:
         async def ask(prompt: PoolPrompt) -> tuple[array[float], Usage]:
             async with room:
                 session = self._ingress.session or self._request.user
-                route = Route(self._desk.fleet, session, self._ingress.caller)
+                facts = self._model.facts
+                route = Route(self._desk.fleet, facts, session, self._ingress.caller)
                 return await route.pool(
                     prompt,
                     request_id=self._ingress.request_id,

@@ -16,10 +16,11 @@ from frontend.call import Call
 from frontend.engine_pool import PoolPrompt, pool_prompt
 from frontend.fleet.fleet import Fleet
 from frontend.fleet.member import Member
+from frontend.fleet.same_model import is_same_model
 from frontend.fleet.views import RequestView
 from frontend.message_limit import TooLargeForEngine
+from frontend.messages import EngineFacts, Usage
 from frontend.messages import Sequence as EngineSequence
-from frontend.messages import Usage
 from tidemill.runtime.errors import (
     GenerationFailed,
     InternalError,
@@ -37,11 +38,12 @@ _DEAD = "ENGINE_DEAD"
 
 
 class Route:
-    """Of one request. `session` names what belongs together, for policies that keep it so, and
-    `tenant` whom queues are shared by."""
+    """Of one request, whose token ids are those of the model that `facts` tell of. `session` names
+    what belongs together, for policies that keep it so, and `tenant` whom queues are shared by."""
 
-    def __init__(self, fleet: Fleet, session: str, tenant: str = "") -> None:
+    def __init__(self, fleet: Fleet, facts: EngineFacts, session: str, tenant: str = "") -> None:
         self._fleet = fleet
+        self._facts = facts
         self._session = session
         self._tenant = tenant
         self._is_counted = False
@@ -173,13 +175,21 @@ class Route:
         return any(not self._is_avoided(one) for one in self._fleet.usable())
 
     def _is_avoided(self, member: Member) -> bool:
+        if self._is_other(member):
+            return True
         instance = self._avoided.get(member.client.address)
         return instance is not None and instance != member.client.instance_id
+
+    def _is_other(self, member: Member) -> bool:
+        """Whether it is of another model, which may have come in the place of ours while a prompt
+        was encoded, waited in an engine that died, or between two rounds of a search."""
+        facts = member.client.facts
+        return facts is not None and not is_same_model(facts, self._facts)
 
     def _choose(self, packed: bytes, salt: str) -> Member:
         """The request's engine; a search keeps it from round to round, where its pages are."""
         member = self._member
-        if member is None or member.client.state != "ready":
+        if member is None or member.client.state != "ready" or self._is_other(member):
             view = self._view_of(packed, salt)
             member = self._member = self._fleet.pick(view, but_not=self._is_avoided)
             member.num_routed += 1

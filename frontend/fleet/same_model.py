@@ -22,16 +22,27 @@ def common_facts(facts: EngineFacts, others: Mapping[str, EngineFacts]) -> Engin
     )
 
 
+def is_same_model(facts: EngineFacts, theirs: EngineFacts) -> bool:
+    """Whether token ids that were made for one of them mean the same to the other."""
+    return _of_model(facts) == _of_model(theirs)
+
+
+def _of_model(facts: EngineFacts) -> dict[str, str]:
+    return {
+        "model": facts.model_id,
+        "digest of hf_overrides": _overrides(facts),
+        "tokenizer": facts.tokenizer_sha256,
+    }
+
+
 def _check_same(facts: EngineFacts, theirs: EngineFacts, address: str) -> None:
     if facts.instance_id == theirs.instance_id:
         raise FailedPrecondition(
             f"it is the same engine as {address} under another address", reason="SAME_ENGINE"
         )
-    for what, ours, other in (
-        ("model", facts.model_id, theirs.model_id),
-        ("digest of hf_overrides", _overrides(facts), _overrides(theirs)),
-        ("tokenizer", facts.tokenizer_sha256, theirs.tokenizer_sha256),
-    ):
+    others = _of_model(theirs)
+    for what, ours in _of_model(facts).items():
+        other = others[what]
         if ours != other:
             raise FailedPrecondition(
                 f"its {what} is {ours!r}, and that of {address} is {other!r}; engines behind one "

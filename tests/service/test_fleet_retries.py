@@ -12,8 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.service.fake_engine import FakeEngine
-from tests.service.test_fleet import ask, fleet
+from tests.service.fake_engine import FakeEngine, serving
+from tests.service.frontends import make_engine
+from tests.service.test_fleet import BODY, ask, fleet
 from tests.waiting import PATIENCE_S, until
 from tidemill.runtime.errors import Unavailable
 from tidemill.v1 import engine_pb2 as pb
@@ -174,6 +175,33 @@ async def test_picks_of_prefill_engines_count_before_a_report(
         engine.hold = False
         assert {(await one).status_code for one in asked} == {200}
         assert [one.view().sent for one in (idle, busy)] == [0, 0]
+
+
+@pytest.mark.parametrize("path", ["completions", "embeddings"])
+async def test_what_waits_is_not_sent_to_an_engine_of_another_model(
+    tmp_path: Path, path: str
+) -> None:
+    """One that waited beside ours comes in when the last of ours is lost. It would have answered,
+    under the name that was asked for, token ids that it reads as another text."""
+    async with fleet(tmp_path, 1, hold=True) as served, served.http() as client:
+        (ours,), in_all = served.engines.values(), served.desk.fleet
+        other, _ = make_engine(tmp_path, instance_id="other")
+        other.model_id = "other"
+        async with serving(other) as port_of_other:
+            address = f"127.0.0.1:{port_of_other}"
+            in_all.take(frozenset({address, *(one.client.address for one in in_all.members)}))
+            await until(lambda: "its model is 'other'" in in_all.last_error)
+            given = {"input": "ab"} if path == "embeddings" else BODY
+            asked = asyncio.create_task(client.post(f"/v1/{path}", json={"model": "fake", **given}))
+            await until(lambda: ours.live == 1)
+            in_all.take(frozenset({address}))
+            ours.drop_sessions()
+            answer = await asked
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+            assert [*other.submits, *other.pools] == []
+            await until(lambda: in_all.state == "ready")
+            answer = await client.post(f"/v1/{path}", json={"model": "other", **given})
+            assert answer.status_code == 200, answer.text
 
 
 def port(client: Any) -> int:
