@@ -266,7 +266,8 @@ class Generation:
                     refused, asked.constraint, self._request.suffix, echoes=echoes
                 ) from refused
             except ServiceError as failure:
-                if self._call.has_begun or not await self._route.goes_on(failure):
+                left_ms = self._remaining_ms()
+                if self._call.has_begun or not await self._route.goes_on(failure, left_ms):
                     raise
             self._call.close()
             self._call = self._submit()

@@ -7,6 +7,7 @@ that. Its time goes on. A request whose engines die is not fed to more than two:
 from __future__ import annotations
 
 import asyncio
+import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -104,7 +105,7 @@ class Route:
                         trace=trace,
                     )
                 except ServiceError as error:
-                    if not await self.goes_on(error):
+                    if not await self.goes_on(error, remaining_ms()):
                         raise
         except BaseException as why:  # a client that leaves, too: nothing was answered
             failure = why
@@ -112,16 +113,18 @@ class Route:
         finally:
             self.ended(failure)
 
-    async def goes_on(self, error: ServiceError) -> bool:
+    async def goes_on(self, error: ServiceError, remaining_ms: int | None) -> bool:
         """Whether another engine may be asked after `error`, which came before anything else. Of a
-        lost engine the same process may be asked again, where there is no other one."""
+        lost engine the same process may be asked again, where there is no other one, and is waited
+        for as long as the request has time."""
         member = self._member
         if member is None or self._fleet.is_closing or not self._may_try(error):
             return False
         self._avoided[member.client.address] = error.facts.get("instance_id", "")
         is_lost = "instance_id" in error.facts
         if is_lost and not self._others():
-            await self._fleet.wait_ready(_WAIT_S)
+            left_s = math.inf if remaining_ms is None else remaining_ms / 1000
+            await self._fleet.wait_ready(min(_WAIT_S, left_s))
         return self._leaves(member, error)
 
     def _may_try(self, error: ServiceError) -> bool:

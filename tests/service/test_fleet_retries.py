@@ -204,6 +204,24 @@ async def test_what_waits_is_not_sent_to_an_engine_of_another_model(
             assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.parametrize("path", ["completions", "embeddings"])
+async def test_nobody_waits_for_an_engine_beyond_his_deadline(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one is lost: two seconds for it to come back were added to any deadline."""
+    monkeypatch.setattr("frontend.fleet.route._WAIT_S", 3 * PATIENCE_S)
+    async with fleet(tmp_path, 1, hold=True) as served, served.http() as client:
+        (ours,) = served.engines.values()
+        given = {"input": "ab"} if path == "embeddings" else BODY
+        in_time = {"x-request-timeout-ms": "1000"}
+        asked = asyncio.create_task(client.post(f"/v1/{path}", json=given, headers=in_time))
+        await until(lambda: ours.live == 1)
+        served.desk.fleet.take(frozenset())  # it does not come back
+        ours.drop_sessions()
+        answer = await asyncio.wait_for(asked, PATIENCE_S)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+
+
 def port(client: Any) -> int:
     return int(client.address.rpartition(":")[2])
 
