@@ -118,8 +118,8 @@ def _lay_out_kept(
 def _pages(spans: Sequence[Span], num_pages: np.ndarray, tables: RowTables) -> np.ndarray:
     """[S, P] int32 pages of the rows; the trash page behind the last."""
     place = np.arange(num_pages.max())
-    pages = tables.host_pages[[span.row for span in spans], : len(place)]
-    return np.where(place < num_pages[:, None], pages, tables.trash_page).astype(np.int32)
+    pages = tables.pages.on_host[[span.row for span in spans], : len(place)]
+    return np.where(place < num_pages[:, None], pages, tables.pages.trash_page).astype(np.int32)
 
 
 def pad_aside(
@@ -148,8 +148,8 @@ def _pad_kept(
     kept: KeptLayout | None, tables: RowTables, num_spans: int, longest: int
 ) -> KeptLayout:
     """Padding spans, and all where none keeps keys, keep nothing."""
-    shape = (num_spans, tables.host_pages.shape[1])
-    pages = np.full(shape, tables.trash_page, dtype=np.int32)
+    shape = (num_spans, tables.pages.on_host.shape[1])
+    pages = np.full(shape, tables.pages.trash_page, dtype=np.int32)
     bounds = Bounds(longest, longest, longest)
     if kept is None:
         nothing = np.zeros(num_spans, dtype=np.int64)

@@ -13,6 +13,7 @@ import torch
 
 from engine_service.attention.base import AttentionBatch, KeptKeys, LayerCache
 from engine_service.kernels.key_scores import KeepingSpans
+from engine_service.kernels.page_lines import page_lines
 from engine_service.worker.aside import AsideLayout, KeptLayout
 from engine_service.worker.layout import StepLayout
 from engine_service.worker.pooling import PoolLayout, PoolPart
@@ -109,6 +110,7 @@ def columns_of(layout: StepLayout) -> list[np.ndarray]:
         layout.cu_seqlens,
         layout.kv_lens,
         layout.mask_block,
+        *(layout.late or ()),
     ]
     for part in layout.decides:
         own += [part.queries, part.rows, part.positions, part.span_rows, part.cu_decide]
@@ -129,6 +131,7 @@ def bind_batch(
     """The batch whose columns are `staged`, the device copies of `columns_of(layout)`."""
     rest = iter(staged)
     places, positions, slots, rows, cu_seqlens, kv_lens, mask_block = _next(rest, 7)
+    late = None if layout.late is None else _next(rest, 2)
     decides = tuple(_decide_part(part, rest) for part in layout.decides)
     scores = None
     if layout.scores is not None:
@@ -139,13 +142,12 @@ def bind_batch(
     slot_positions = positions if layout.slot_positions is None else next(rest)
     attention = None
     if len(layout.rows):
-        num_pages = -(-layout.max_kv_len // tables.page_size)
         attention = AttentionBatch(
             cu_seqlens_q=cu_seqlens,
             positions=slot_positions[: len(layout.slots)],
             kv_lens=kv_lens,
             mask_block=mask_block,
-            page_table=tables.page_table[:, :num_pages].index_select(0, rows),
+            page_table=_page_lines(tables, rows, late, layout.max_kv_len),
             slot_mapping=slots,
             max_query_len=layout.max_query_len,
             max_kv_len=layout.max_kv_len,
@@ -163,6 +165,17 @@ def bind_batch(
         scores=scores,
         pools=pools,
     )
+
+
+def _page_lines(
+    tables: RowTables, rows: torch.Tensor, late: Sequence[torch.Tensor] | None, max_kv_len: int
+) -> torch.Tensor:
+    """[S, P] int32 pages of these rows, for as many keys."""
+    num_pages = -(-max_kv_len // tables.page_size)
+    if late is None:
+        return tables.pages.on_device[:, :num_pages].index_select(0, rows)
+    entries, pages = late
+    return page_lines(tables.pages.on_device, rows, entries, pages, num_pages)
 
 
 def _columns_aside(aside: AsideLayout) -> list[np.ndarray]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from engine_service.core.step import Span, SteadyRows
 from engine_service.worker.aside import AsideLayout, ChoiceOf, lay_out_aside
+from engine_service.worker.page_table import LatePages
 from engine_service.worker.pooling import PoolLayout, take_pooled
 from engine_service.worker.tables import RowTables
 from engine_service.worker.wanted import (
@@ -55,6 +56,8 @@ class StepLayout:
     cu_seqlens: np.ndarray
     kv_lens: np.ndarray
     mask_block: np.ndarray
+    late: LatePages | None
+    """Of the rows; None: the device knows all of their pages."""
     max_query_len: int
     max_kv_len: int
     uniform_query_len: int | None
@@ -195,6 +198,7 @@ def _paged(
         "cu_seqlens": cu_seqlens.astype(np.int32),
         "kv_lens": columns.kv_len.astype(np.int32),
         "mask_block": columns.mask_block.astype(np.int32),
+        "late": tables.pages.late_of(columns.row),
         "max_query_len": longest,
         "max_kv_len": max_kv_len,
         "uniform_query_len": longest if longest == shortest else None,
@@ -206,7 +210,7 @@ def _slots(
     positions: np.ndarray, rows: np.ndarray, store_from: np.ndarray, tables: RowTables
 ) -> np.ndarray:
     """[T] int64 where each token's keys and values go: into the trash page if they are stored."""
-    pages = tables.host_pages[rows, positions // tables.page_size]
+    pages = tables.pages.on_host[rows, positions // tables.page_size]
     slots = pages * tables.page_size + positions % tables.page_size
     return np.where(positions < store_from, tables.trash_slot, slots)
 

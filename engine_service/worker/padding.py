@@ -14,6 +14,7 @@ from engine_service.core.strategy import KeyChoice
 from engine_service.worker.aside import pad_aside, padded
 from engine_service.worker.buckets import Bucket
 from engine_service.worker.layout import StepLayout, lay_out
+from engine_service.worker.page_table import LatePages
 from engine_service.worker.tables import RowTables
 from engine_service.worker.wanted import DecideLayout
 
@@ -46,6 +47,7 @@ def pad(layout: StepLayout, bucket: Bucket, tables: RowTables) -> StepLayout:
         cu_seqlens=np.concatenate((layout.cu_seqlens, ends)),
         kv_lens=padded(layout.kv_lens, bucket.rows, 1),
         mask_block=padded(layout.mask_block, bucket.rows, 1),
+        late=layout.late and LatePages(*(padded(one, bucket.rows, -1) for one in layout.late)),
         max_query_len=bucket.longest,
         max_kv_len=tables.width,
         uniform_query_len=1 if bucket.longest == 1 else None,

@@ -67,6 +67,7 @@ class Runner:
                 self._run_in_parts(layout, handle)
             else:
                 handle.made.append((layout, Outcome([result]).each(handle.copies.add)))
+            self._tables.pages.told(layout.rows)
         handle.copies.seal()
         return handle
 

@@ -20,6 +20,7 @@ from engine_service.sampling.rng import request_seed
 from engine_service.sampling.tables import SamplingTables
 from engine_service.staging import stage
 from engine_service.worker.masks import MaskTable
+from engine_service.worker.page_table import PageTable
 from engine_service.worker.pool_rows import PoolRows
 
 _FIRST_SLOTS = 8
@@ -75,8 +76,7 @@ def _demands_of(new: NewRow) -> tuple[int, ...]:
 class RowTables:
     """Device tables and, for what the host must look up every step, numpy mirrors of them.
 
-    Shape legend as in sampling/tables.py; P pages per row. Page-table entries that were never
-    appended name the trash page.
+    Shape legend as in sampling/tables.py.
     """
 
     def __init__(
@@ -99,7 +99,6 @@ class RowTables:
         self.device = device
         self.in_pieces = in_pieces
         self.pooled = pooled
-        self.trash_page = trash_page
         self._fill = mask_token_id or 0
         self._method_index = {name: index for index, name in enumerate(methods)}
         self._integers = torch.zeros(len(_INTEGERS), num_rows, dtype=torch.int64, device=device)
@@ -108,10 +107,7 @@ class RowTables:
         self._floats[3] = 1.0
         self.sampling = self._create_sampling(num_rows, table_width, mask_token_id)
         self._masks = MaskTable(num_rows, device)
-        shape = (num_rows, table_width // page_size)
-        self.page_table = torch.full(shape, trash_page, dtype=torch.int32, device=device)
-        """[R, P] int32."""
-        self.host_pages = np.full(shape, trash_page, dtype=np.int64)
+        self.pages = PageTable(num_rows, table_width // page_size, trash_page, device)
         self.method_of_row = np.zeros(num_rows, dtype=np.int64)
         self.prompt_len_of_row = np.zeros(num_rows, dtype=np.int64)
         self._demands = np.zeros((num_rows, len(_Demand)), dtype=np.int64)
@@ -138,17 +134,17 @@ class RowTables:
     @property
     def trash_row(self) -> int:
         """The row behind the last real one: padding reads and writes there."""
-        return len(self.host_pages) - 1
+        return len(self.method_of_row) - 1
 
     @property
     def trash_slot(self) -> int:
         """A KV slot that nobody reads."""
-        return self.trash_page * self.page_size
+        return self.pages.trash_page * self.page_size
 
     @property
     def mask_place(self) -> int:
         """Where the mask token always stands in the flat token table: the padding row's end."""
-        return len(self.host_pages) * self.width - 1
+        return len(self.method_of_row) * self.width - 1
 
     @property
     def width(self) -> int:
@@ -172,7 +168,7 @@ class RowTables:
             self._write_slots(new_rows)
             self._write_mirrors(new_rows)
         if page_appends:
-            self._append_pages(page_appends)
+            self.pages.append(page_appends)
 
     def wants(self, rows: np.ndarray, first_position: int) -> Wants:
         """What sampling these rows takes; `first_position` is the lowest one they decide."""
@@ -275,18 +271,9 @@ class RowTables:
             self.method_of_row[new.row] = self._method_index[new.method]
             self.prompt_logprobs_of_row[new.row] = -1 if of_prompt is None else of_prompt
             self._demands[new.row] = _demands_of(new)
-            self.host_pages[new.row] = self.trash_page
+            self.pages.forget(new.row)
         if self.pooled is not None:
             self.pooled.admit(new_rows)
-
-    def _append_pages(self, page_appends: Sequence[PageAppend]) -> None:
-        max_pages = self.host_pages.shape[1]
-        for row, index, pages in page_appends:
-            assert index + len(pages) <= max_pages, f"row {row}: page {index} of {max_pages}"
-            self.host_pages[row, index : index + len(pages)] = pages
-        rows = np.unique(np.array([append.row for append in page_appends], dtype=np.int64))
-        at, lines = stage([rows, self.host_pages[rows].astype(np.int32)], self.device)
-        self.page_table.index_copy_(0, at, lines)
 
 
 def _at_least(table: torch.Tensor, slots: int, fill: int) -> torch.Tensor:

@@ -165,6 +165,7 @@ def make_llm(folder: Path, backend: str) -> LLM:
 
 def pad_steps(llm: LLM, *, block: int, spoil: Spoil | None = None) -> PaddedSteps:
     runner = llm.engine.executor._runner
+    runner._tables.pages.tells_late = True  # as those of a GPU, which alone has graphs
     buckets = list_buckets(
         max_rows=ROWS, block=block, max_decide=block, token_budget=256, logit_limit=256
     )
@@ -278,10 +279,14 @@ def into_a_real_row(padded: StepLayout, real: StepLayout) -> StepLayout:
     return replace(padded, decides=(replace(part, queries=queries, **columns),))
 
 
-@pytest.mark.parametrize("spoil", [into_a_real_page, into_a_real_row])
-def test_control_padding_that_touches_a_real_row_shows(
-    folders: dict[str, Path], spoil: Spoil
-) -> None:
+def without_late_pages(padded: StepLayout, real: StepLayout) -> StepLayout:
+    """The device does not learn what rows have got since they came."""
+    assert padded.late is not None
+    return replace(padded, late=padded.late._replace(entries=np.full_like(padded.late.entries, -1)))
+
+
+@pytest.mark.parametrize("spoil", [into_a_real_page, into_a_real_row, without_late_pages])
+def test_control_steps_that_are_padded_wrongly_show(folders: dict[str, Path], spoil: Spoil) -> None:
     want = tokens(make_llm(folders["causal"], "sdpa"), FIXED, count=20, kinds=GREEDY)
     llm = make_llm(folders["causal"], "sdpa")
     steps = pad_steps(llm, block=1, spoil=spoil)

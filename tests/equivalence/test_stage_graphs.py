@@ -138,6 +138,7 @@ def worker_config(worker: Any) -> Any:
 
 
 def put_stages(llm: LLM) -> Stages:
+    llm.engine.executor._runner._tables.pages.tells_late = True  # as those of a GPU
     stages = Stages(llm)
     llm.engine.executor._runner._graphs = stages
     return stages

@@ -67,10 +67,10 @@ def poison(llm: LLM, page: int) -> None:
 def poisoned_trash(llm: LLM, num_padded: list[int]) -> Spoil:
     """Fills the trash page before every step, and counts the tokens that are stored into it."""
     tables = program_of(llm).tables
-    poison(llm, tables.trash_page)
+    poison(llm, tables.pages.trash_page)
 
     def spoil(padded: StepLayout, real: StepLayout) -> StepLayout:
-        poison(llm, tables.trash_page)
+        poison(llm, tables.pages.trash_page)
         num_padded.append(int((padded.slots == tables.trash_slot).sum()))
         return padded
 
@@ -109,7 +109,7 @@ def test_unpadded_rows(folders: dict[str, Path], name: str, backend: str, seed: 
     """The pages that short rows lack beside long ones are the trash page too."""
     want = scored(make_llm(folders[name], backend), seed, count=12)
     llm = make_llm(folders[name], backend)
-    trash = program_of(llm).tables.trash_page
+    trash = program_of(llm).tables.pages.trash_page
     poison(llm, trash)
     assert scored(llm, seed, count=12) == want
     assert all(cache.v[trash].isnan().all() for cache in program_of(llm).caches)

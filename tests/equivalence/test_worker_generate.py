@@ -154,12 +154,12 @@ def test_a_wrong_page_makes_it_fail(models):
     asked = Asked(prompt=[rng.randrange(VOCAB) for _ in range(40)], count=14)
     worker = make_worker(folder)
     tables = worker._runner._tables
-    original = tables.apply
+    original, lines = tables.apply, tables.pages.on_device
 
     def apply(new_rows, page_appends, masks):
         original(new_rows, page_appends, masks)
         if page_appends:
-            tables.page_table[page_appends[0].row, 0] = tables.page_table[page_appends[0].row, 1]
+            lines[page_appends[0].row, 0] = lines[page_appends[0].row, 1]
 
     tables.apply = apply
     generate(worker, [asked], 16, rng)

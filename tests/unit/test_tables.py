@@ -113,11 +113,11 @@ def test_pages_append_and_a_new_row_forgets_the_old_ones():
         [make_row(0, [1]), make_row(2, [1])],
         [PageAppend(0, 0, (3, 1)), PageAppend(2, 0, (9,)), PageAppend(0, 2, (6,))],
     )
-    assert tables.page_table[0, :4].tolist() == [3, 1, 6, 50]
-    assert tables.page_table[2, :2].tolist() == [9, 50]
+    assert tables.pages.on_device[0, :4].tolist() == [3, 1, 6, 50]
+    assert tables.pages.on_device[2, :2].tolist() == [9, 50]
     tables.apply([make_row(0, [2])], [PageAppend(0, 0, (8,))])
-    assert tables.page_table[0].tolist() == [8] + [50] * 7
-    assert tables.page_table.tolist() == tables.host_pages.tolist()
+    assert tables.pages.on_device[0].tolist() == [8] + [50] * 7
+    assert tables.pages.on_device.tolist() == tables.pages.on_host.tolist()
     with pytest.raises(AssertionError, match="row 0: page 7 of 8"):
         tables.apply([], [PageAppend(0, 7, (1, 2))])
 
