@@ -52,10 +52,11 @@ def merge(committed_len: int, canvas: Canvas, span: Span, decision: Decision) ->
 
     Open positions of what a span decides on all lie in its decided range, and fixed ones in that
     range come back as they were. Where the span was planned ahead of a decision, the range may
-    begin with positions that are committed since.
+    begin with positions that are committed since, or all of it and what was pinned behind it may
+    be: an executor that only simulates opens more than the rule said.
     """
     first = span.decide_start - committed_len
-    last = span.decide_stop - committed_len
+    last = max(0, span.decide_stop - committed_len)
     if first < 0:
         decision, first = decision.behind(-first), 0
     ids = (*canvas.token_ids[:first], *decision.token_ids, *canvas.token_ids[last:])

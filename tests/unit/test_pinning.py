@@ -27,6 +27,7 @@ from engine_service.decoding.autoregressive import Autoregressive
 from engine_service.decoding.block_diffusion import BlockDiffusion
 from engine_service.simulated import SimulatedExecutor
 from tests.row_builders import make_plan, make_row
+from tidemill.llm import LLM
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 EOS, MASK, VOCAB = 7, 49, 50
@@ -158,6 +159,27 @@ def test_the_simulated_executor_keeps_what_is_given() -> None:
     without = [token for decision in free.decisions.own if decision for token in decision.token_ids]
     assert [without[i] for i in (0, 2, 3)] == [tokens[i] for i in (0, 2, 3)]
     assert (without[1], without[4]) != (4, 9)
+
+
+def test_a_simulated_canvas_goes_on_behind_a_block_and_what_is_pinned_there() -> None:
+    """Two steps decide the block, as its schedule says, and the first one opens all of it."""
+    with LLM("demo-canvas", executor="simulated", skip_tokenizer_init=True) as llm:
+        submit = Submit(
+            key=1,
+            request_id="pinned",
+            prompt=bytes(4 * 5),
+            sampling=SamplingParams(max_tokens=24, ignore_eos=True),
+            decoding=DecodingChoice(params={"block_length": 8, "remasking": "low_confidence"}),
+            pinned=tuple((5 + place, 9) for place in range(8, 12)),
+        )
+        llm._scheduler.submit(submit)
+        told: list[int] = []
+        while llm.has_unfinished_requests:
+            llm._loop.turn()
+            for output in llm._mail.take():
+                told += memoryview(output.token_ids).cast("I").tolist()
+    assert len(told) == 24
+    assert told[8:12] == [9] * 4
 
 
 def test_a_canvas_without_an_open_position_is_decided_at_its_end() -> None:

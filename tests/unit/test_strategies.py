@@ -251,6 +251,14 @@ def test_a_cache_computes_its_block_and_the_query_ahead_of_it() -> None:
         assert CANVAS.plan(lost, Budget(64, 64)) == Span(0, 0, 17, 17, FULL, 9, 13)
 
 
+def test_what_a_span_decides_anew_behind_more_than_it_knew_of_changes_nothing() -> None:
+    """Positions 5 to 8 are committed since it was planned, and 9 and 10, which were pinned."""
+    canvas = Canvas((MASK, MASK, 8), (False, False, True))
+    span = Span(0, 0, 14, 0, FULL, 5, 9, aside=1)
+    update = CANVAS.settle(11, canvas, span, Decision([1, 2, 3, 4], [True] * 4))
+    assert update == Update([], None, 0, canvas)
+
+
 def test_a_restart_with_a_cache_masks_the_block_again() -> None:
     fixed = (False, True, False) + (False,) * 4
     canvas = Canvas((MASK, 8, MASK) + (MASK,) * 4, fixed, 2)
