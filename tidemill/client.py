@@ -41,6 +41,7 @@ from tidemill.exchange import (
     tokenize_fields,
 )
 from tidemill.filled import filled
+from tidemill.given import ids_of
 from tidemill.runtime.rpc import channel_options
 from tidemill.sampling_params import SamplingParams
 from tidemill.security.client_tls import ClientTls, open_blocking_channel, open_channel
@@ -145,7 +146,8 @@ class Client(PoolCalls):
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
-        given = {"token_ids": token_ids, "skip_special_tokens": skip_special_tokens}
+        ids = ids_of("token_ids", token_ids, "token ids")
+        given = {"token_ids": ids, "skip_special_tokens": skip_special_tokens}
         request = filled(pb.DetokenizeRequest, given)
         return str(self._call("Detokenize", request, None).text)
 
@@ -265,7 +267,8 @@ class AsyncClient(AsyncPoolCalls):
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> str:
         """The text of token ids."""
-        given = {"token_ids": token_ids, "skip_special_tokens": skip_special_tokens}
+        ids = ids_of("token_ids", token_ids, "token ids")
+        given = {"token_ids": ids, "skip_special_tokens": skip_special_tokens}
         request = filled(pb.DetokenizeRequest, given)
         return str((await self._call("Detokenize", request, None)).text)
 

@@ -20,7 +20,7 @@ from tidemill.conversation import (
     to_tool_call,
     tool_fields,
 )
-from tidemill.given import printable, settle_options, several, wrong_kind
+from tidemill.given import ids_of, printable, settle_options, wrong_kind
 from tidemill.runtime.errors import InvalidRequest
 from tidemill.sampling_params import BeamSearchParams, SamplingParams
 
@@ -151,7 +151,7 @@ def text_fields(
     if isinstance(prompt, str):
         content: Fields = {"text": prompt}
     else:
-        content = {"tokens": {"token_ids": several("prompt", prompt, "a text or token ids")}}
+        content = {"tokens": {"token_ids": ids_of("prompt", prompt, "a text or token ids")}}
     chosen = params or SamplingParams()
     return {"prompt": content, "options": _options(chosen, options), "echo": options.echo}
 

@@ -44,6 +44,16 @@ def several(name: str, value: Any, wording: str) -> Any:
     raise wrong_kind(name, value, wording)
 
 
+def ids_of(name: str, value: Any, wording: str) -> list[Any]:
+    """The token ids that it holds. Raises InvalidRequest for what holds none, and for True and
+    False, which Python and messages take for 1 and 0: a mask, given in the place of ids."""
+    listed = list(several(name, value, wording))
+    if bool in map(type, listed):
+        place = next(at for at, one in enumerate(listed) if isinstance(one, bool))
+        raise wrong_kind(f"{name}[{place}]", listed[place], "token ids, which are integers")
+    return listed
+
+
 def wrong_kind(name: str, value: Any, wording: str) -> InvalidRequest:
     """The error for a value of another kind."""
     return InvalidRequest(f"{name} is {described(value)}; pass {wording}", param=name)

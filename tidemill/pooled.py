@@ -21,7 +21,7 @@ from frontend.tokenizer import TextTokenizer
 from tidemill.outputs import ClassificationOutput, EmbeddingOutput
 from tidemill.prompts import packed_ids
 from tidemill.runtime.errors import InternalError, InvalidRequest
-from tidemill.vectors import Input, as_inputs
+from tidemill.vectors import Input, as_inputs, input_ids
 
 Pair = tuple[str, str]
 
@@ -64,7 +64,7 @@ class PoolReader:
     def read(self, given: Input, choice: PoolChoice) -> PoolPrompt:
         """Raises InvalidRequest."""
         if not isinstance(given, str):
-            return PoolPrompt(list(given)[: self._keep], choice)
+            return PoolPrompt(input_ids(given)[: self._keep], choice)
         token_ids, _ = self._need_tokenizer().encode_input(given, keep=self._keep)
         return PoolPrompt(token_ids, choice)
 

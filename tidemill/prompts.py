@@ -20,7 +20,7 @@ from frontend.messages import EngineFacts
 from frontend.request import Options, Sampling, TextRequest
 from frontend.tokenizer import TextTokenizer, Vocabulary
 from frontend.validation import check_truncation, truncated
-from tidemill.given import several, wrong_kind
+from tidemill.given import ids_of, several, wrong_kind
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 from tidemill.sampling_params import BeamSearchParams, SamplingParams
 
@@ -170,7 +170,7 @@ def read_bad_words(params: SamplingParams, vocabulary: Vocabulary) -> list[tuple
 
 
 def _ids(given: Any) -> list[Any]:
-    return list(several("prompt", given, _WORDING))
+    return ids_of("prompt", given, _WORDING)
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tidemill.conversation import Fields
 from tidemill.exchange import CallOptions, checked_options
-from tidemill.given import several, wrong_kind
+from tidemill.given import ids_of, several, wrong_kind
 from tidemill.runtime.errors import InvalidRequest
 
 _READ = ("model", "timeout_s", "request_id", "priority", "fairness_key", "traceparent")
@@ -21,6 +21,8 @@ _READ = ("model", "timeout_s", "request_id", "priority", "fairness_key", "tracep
 
 Input = str | Sequence[int]
 """A text, or token ids."""
+
+_WORDING = "a text, token ids, or a list of them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +147,14 @@ def as_inputs(inputs: Input | Sequence[Input]) -> list[Input]:
     """Several inputs, whichever way one or many were given."""
     if isinstance(inputs, str):
         return [inputs]
-    listed: list[Any] = list(several("inputs", inputs, "a text, token ids, or a list of them"))
+    listed: list[Any] = list(several("inputs", inputs, _WORDING))
     is_one = bool(listed) and all(isinstance(one, Integral) for one in listed)  # numpy's too
     return [listed] if is_one else listed
+
+
+def input_ids(given: Sequence[int]) -> list[int]:
+    """One input that is no text. Raises InvalidRequest where it is no list of token ids either."""
+    return ids_of("inputs", given, _WORDING)
 
 
 def _embed_fields(
@@ -157,7 +164,7 @@ def _embed_fields(
     keep: int | None,
 ) -> Fields:
     listed = [
-        {"text": one} if isinstance(one, str) else {"tokens": {"token_ids": one}}
+        {"text": one} if isinstance(one, str) else {"tokens": {"token_ids": input_ids(one)}}
         for one in as_inputs(inputs)
     ]
     return {

@@ -86,6 +86,9 @@ KINDS: dict[str, tuple[str, Callable[[Client], Any]]] = {
     "no prompt": ("prompt", lambda c: c.generate(None)),
     "a number": ("prompt", lambda c: c.generate(5)),
     "bytes": ("prompt", lambda c: c.generate(b"a")),
+    "a mask": ("prompt[0]", lambda c: c.generate([True, False])),
+    "a mask to read": ("token_ids[1]", lambda c: c.detokenize([1, False])),
+    "a mask to pool": ("inputs[0]", lambda c: c.embed([True])),
     "texts": ("token_ids", lambda c: c.generate(["a", "b"])),
     "a message": ("messages", lambda c: c.chat({"role": "user", "content": "a"})),
     "calls": (
@@ -116,7 +119,7 @@ def test_what_is_of_another_kind_is_named(what: str) -> None:
 def test_control_what_stands_for_the_default_is_taken() -> None:
     unset = CallOptions()
     assert CallOptions(request_id=None, priority=None, timeout_s=None) == unset
-    assert text_fields(numpy.array([1, 2]), None, None)["prompt"]["tokens"]["token_ids"].size == 2
+    assert text_fields(numpy.array([1, 2]), None, None)["prompt"]["tokens"]["token_ids"] == [1, 2]
     assert type(CallOptions(priority=numpy.int64(3)).priority) is int
 
 

@@ -49,6 +49,12 @@ def test_parameters_of_another_kind_are_refused_by_name() -> None:
                     call([{"role": "user", "content": "a"}], value, use_tqdm=False)
                 assert refused.value.param == name
                 assert words in refused.value.message
+        for mask in ([True, False], [[3, False]], {"prompt_token_ids": [True]}):
+            with pytest.raises(InvalidRequest, match="of type bool; pass token ids"):
+                llm.generate(mask, use_tqdm=False)  # type: ignore[arg-type]
+        for wrong_input in ([True], [[3, False]], ["a", 3], [b"a"]):
+            with pytest.raises(InvalidRequest, match=r"of type (bool|int|bytes); pass"):
+                llm.embed(wrong_input)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="of type dict"):
             llm.add_request("a", {"temperature": 0.0})  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match=r"LLM\.generate takes SamplingParams"):
