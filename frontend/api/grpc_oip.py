@@ -23,6 +23,7 @@ from frontend.api.oip import (
     Asked,
     check_outputs,
     counts,
+    flag,
     infer,
     served,
     to_asked,
@@ -108,7 +109,7 @@ class OipServicer(TextServicer):
                 await context.write(message)
 
     async def _stream_one(self, request: Any, context: Any, ingress: Ingress) -> None:
-        asked, parameters = self._asked(request, streams=True)
+        asked, asks_final = self._asked(request, streams=True)
         names, model = check_outputs(_names(request)), asked.request.options.model
         if len(asked.request.prompts) != 1 or asked.request.options.n != 1:
             raise Unsupported(
@@ -130,20 +131,20 @@ class OipServicer(TextServicer):
                     ]
                     totals = counts(generation) if reason else {}
                     answer = _response(request, Answer(model, outputs, totals))
-                    if parameters.get(_ASKS_FINAL):
+                    if asks_final:
                         answer.parameters[_FINAL].bool_param = False
                     await context.write(pb.ModelStreamInferResponse(infer_response=answer))
-        if parameters.get(_ASKS_FINAL):
+        if asks_final:
             last = _response(request, Answer(model, [], {}))
             last.parameters[_FINAL].bool_param = True
             await context.write(pb.ModelStreamInferResponse(infer_response=last))
 
-    def _asked(self, request: Any, *, streams: bool = False) -> tuple[Asked, dict[str, Any]]:
-        """(the request, all of its parameters)."""
+    def _asked(self, request: Any, *, streams: bool = False) -> tuple[Asked, bool]:
+        """(the request, whether its stream ends with an answer that says so)."""
         model = served(self._desk, request.model_name, request.model_version)
         parameters = _plain(request.parameters)
-        kept = {name: value for name, value in parameters.items() if name != _ASKS_FINAL}
-        return to_asked(model, _tensors(request), kept, streams=streams), parameters
+        asks_final = bool(flag(parameters, _ASKS_FINAL))
+        return to_asked(model, _tensors(request), parameters, streams=streams), asks_final
 
 
 def _tensors(request: Any) -> list[Tensor]:

@@ -6,6 +6,7 @@ In the extension raw tensors stand behind the JSON, whose length a header names
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 from starlette.responses import Response
 
 from frontend.api.http import JsonResponse
-from frontend.api.oip import VERSIONS, Answer
+from frontend.api.oip import VERSIONS, Answer, flag
 from frontend.api.oip_tensors import MAX_DIMENSIONS, MAX_TENSORS, Tensor, checked, pack, unpack
 from frontend.api.openai_request import parse
 from frontend.api.openai_schema import Body
@@ -86,10 +87,11 @@ def read_infer(content: bytes, headers: Mapping[str, str]) -> Read:
         if size is None:
             tensors.append(_of_json(one))
             continue
-        if not isinstance(size, int) or not 0 <= size <= len(raw) - used:
+        is_whole = isinstance(size, int) and not isinstance(size, bool)
+        if not is_whole or not 0 <= size <= len(raw) - used:
             raise InvalidRequest(
-                f"{one.name}.parameters.{_SIZE} is {size!r}; {len(raw) - used} bytes are left "
-                "behind the JSON",
+                f"{one.name[:80]}.parameters.{_SIZE} is {reprlib.repr(size)}; it must be a whole "
+                f"number, and {len(raw) - used} bytes are left behind the JSON",
                 param=_SIZE,
             )
         content_of = bytes(raw[used : used + size])
@@ -98,8 +100,9 @@ def read_infer(content: bytes, headers: Mapping[str, str]) -> Read:
     if used != len(raw):
         raise InvalidRequest(f"{len(raw) - used} bytes behind the JSON belong to no input")
     parameters, outputs = dict(body.parameters or {}), body.outputs or []
-    is_all = bool(parameters.pop(_ALL_BINARY, False))
-    named = frozenset(one.name for one in outputs if (one.parameters or {}).get(_IS_BINARY, is_all))
+    is_all = bool(flag(parameters, _ALL_BINARY))
+    asked = [(one.name, flag(dict(one.parameters or {}), _IS_BINARY)) for one in outputs]
+    named = frozenset(name for name, said in asked if (is_all if said is None else said))
     return Read(
         id=body.id or "",
         tensors=tensors,

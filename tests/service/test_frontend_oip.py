@@ -22,6 +22,7 @@ from tidemill.runtime.rpc import to_error
 
 INFER = "/v2/models/fake/infer"
 GENERATE = "/v2/models/fake/generate"
+FINAL = "triton_enable_empty_final_response"
 
 
 @pytest.fixture
@@ -297,6 +298,7 @@ async def test_refusals_over_grpc(stub: Any) -> None:
         (many, "INVALID_ARGUMENT", "inputs"),
         (request(b"\xff"), "INVALID_ARGUMENT", "text_input"),
         (request(b"a", tempratur=1), "UNIMPLEMENTED", "tempratur"),
+        (request(b"a", **{FINAL: 2}), "INVALID_ARGUMENT", FINAL),
         (odd, "UNIMPLEMENTED", "x"),
     ):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -324,7 +326,7 @@ def test_what_cannot_be_used_is_refused_before_it_is_read(
 async def test_streams_go_on_after_a_request_that_fails(stub: Any) -> None:
     call = stub.ModelStreamInfer()
     for asked in (
-        request(b"ab", max_tokens=5, triton_enable_empty_final_response=True),
+        request(b"ab", max_tokens=5, **{FINAL: True}),
         request(b"a", b"b"),
         request(b"c", max_tokens=1),
     ):
