@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine_service.constraints.deep_stack import on_deep_stack
+from engine_service.constraints.reasoning import behind, is_special
 from engine_service.constraints.schema_numbers import held_lark, held_schema, held_text
 from engine_service.constraints.triggers import schema_of, trigger_finder
-from engine_service.core.params import ConstraintSpec, ReasoningSpec
+from engine_service.core.params import ConstraintSpec
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.sentencepiece import MODEL_FILE, tokenizer_json
 
@@ -139,7 +140,7 @@ class LlGrammars:
             raise Unsupported(f"{param}: grammars are not served here; {self._absent}", param=param)
         grammar = _grammar(spec, self._tokenizer)
         if spec.reasoning is not None:
-            grammar = _behind(spec.reasoning, grammar, self._tokenizer)
+            grammar = behind(spec.reasoning, grammar, self._tokenizer)
         made, fuel = on_deep_stack(_compiled, self._tokenizer, grammar)
         if made.is_error() and spec.reasoning is not None and spec.reasoning.lark:
             self._matcher(spec._replace(reasoning=None))  # which raises if the fault is its own
@@ -233,46 +234,10 @@ def _of_tags(text: str, tokenizer: LLTokenizer) -> str:
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=inner, end=one["end"]))
     if not tags:
         raise ValueError("structures is empty")
-    specials = [_is_special(trigger, tokenizer) for trigger in triggers]
+    specials = [is_special(trigger, tokenizer) for trigger in triggers]
     if any(specials) and not all(specials):
         raise ValueError("triggers must all be special tokens of the model, or none of them")
     return StructTag.to_grammar(tags, assume_special=all(specials))
-
-
-def _behind(reasoning: ReasoningSpec, grammar: str, tokenizer: LLTokenizer) -> str:
-    """The grammar with the reasoning in front of it."""
-    lark = reasoning.lark or _up_to_tag(reasoning, tokenizer)
-    is_json = grammar.startswith("{")
-    answer = json.loads(grammar)["grammars"] if is_json else [{"lark_grammar": grammar}]
-    answer[0]["name"] = "answer"
-    return json.dumps({"grammars": [{"lark_grammar": lark}, *answer]})
-
-
-def _up_to_tag(reasoning: ReasoningSpec, tokenizer: LLTokenizer) -> str:
-    """Lark: free text up to a tag, and white space."""
-    is_open = not reasoning.start
-    head = "" if is_open else _marker(reasoning.start, tokenizer)
-    is_special = _is_special(reasoning.end, tokenizer)
-    # Ordinary text ends where the marker comes first, which is what a lazy rule finds.
-    return f"""%llguidance {{}}
-start: {"think SPACE" if is_open else "(think SPACE)?"} @answer
-think: {head} rest
-rest{"" if is_special else "[lazy]"}: TEXT {_marker(reasoning.end, tokenizer)}
-TEXT: /(.|\\n)*/
-SPACE: /[ \\t\\r\\n]{{0,8}}/
-"""
-
-
-def _marker(text: str, tokenizer: LLTokenizer) -> str:
-    """A text in Lark, or the special token that it is."""
-    if _is_special(text, tokenizer):
-        return f"<[{tokenizer.tokenize_str(text, parse_special=True)[0]}]>"
-    return json.dumps(text)
-
-
-def _is_special(text: str, tokenizer: LLTokenizer) -> bool:
-    ids: list[int] = tokenizer.tokenize_str(text, parse_special=True)
-    return len(ids) == 1 and tokenizer.is_special_token(ids[0])
 
 
 def _dead_end(matcher: LLMatcher) -> str:
