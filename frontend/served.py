@@ -18,6 +18,7 @@ from frontend.model_names import ModelNames, read_names
 from frontend.parsers.registry import OutputFormat, output_format
 from frontend.template import ChatTemplate, load_template
 from frontend.tokenizer import TextTokenizer
+from tidemill.written import read_written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ def load_model(config: FrontendConfig, facts: EngineFacts, folder: Path) -> Serv
 def read_labels(path: Path) -> Mapping[int, str]:
     """What transformers wrote as id2label; empty where there is nothing of the kind."""
     try:
-        return labels_of(json.loads(path.read_text("utf-8")))
+        return labels_of(json.loads(read_written(path)))
     except (OSError, ValueError, RecursionError):
         return {}
 

@@ -23,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from frontend.request import Chat
 from frontend.tokenizer import TextTokenizer
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, Unsupported
+from tidemill.written import read_written
 
 _LOG = logging.getLogger("tidemill.frontend")
 _PLAIN = (
@@ -138,7 +139,7 @@ def load_template(tokenizer: TextTokenizer, file: str | None) -> ChatTemplate:
     """The template of `file` (flag --chat-template), else the tokenizer's, else a plain one."""
     if file is not None:
         try:
-            source: str | None = Path(file).read_text("utf-8")
+            source: str | None = read_written(Path(file))
         except (OSError, UnicodeDecodeError) as failure:
             raise FailedPrecondition(
                 f"cannot read the chat template {file}: {failure}; correct --chat-template",

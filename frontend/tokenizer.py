@@ -22,6 +22,7 @@ from frontend.detokenizer import (
 from frontend.encode_pool import SHORT_CHARS
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 from tidemill.sentencepiece import MODEL_FILE, tokenizer_json
+from tidemill.written import read_written
 
 
 class Piece(NamedTuple):
@@ -253,7 +254,7 @@ def _load(folder: Path) -> Tokenizer:
             )
         converted = tokenizer_json(folder)
     try:
-        tokenizer = Tokenizer.from_str(converted or path.read_text("utf-8"))
+        tokenizer = Tokenizer.from_str(converted or read_written(path))
     except Exception as failure:  # the library raises bare Exception for a broken file
         raise FailedPrecondition(
             f"{path} is not a tokenizer: {failure}", reason="TOKENIZER_BROKEN"
@@ -267,7 +268,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(read_written(path))
     except ValueError as failure:
         raise FailedPrecondition(
             f"{path} is not JSON: {failure}; fetch the file again", reason="TOKENIZER_BROKEN"
@@ -289,7 +290,7 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     """chat_template.jinja goes before the setting; of several named ones, `default` counts."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text("utf-8")
+        return read_written(file)
     template = settings.get("chat_template")
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}

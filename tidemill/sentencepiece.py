@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.runtime.errors import FailedPrecondition
+from tidemill.written import read_written
 
 MODEL_FILE = "tokenizer.model"
 _PLAIN = "LlamaTokenizer"
@@ -78,7 +79,7 @@ def _as_trained(backend: Any, model_file: bytes) -> Any:
 def _class_name(folder: Path) -> str:
     """transformers' class for the folder: that of tokenizer_config.json, else the plain one."""
     path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    settings = json.loads(read_written(path)) if path.is_file() else {}
     name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
     return _PLAIN if name in _GENERIC else name
 

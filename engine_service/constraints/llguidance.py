@@ -22,6 +22,7 @@ from engine_service.constraints.triggers import schema_of, trigger_finder
 from engine_service.core.params import ConstraintSpec
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.sentencepiece import MODEL_FILE, tokenizer_json
+from tidemill.written import read_written
 
 try:
     from llguidance import (
@@ -162,7 +163,7 @@ def _read_tokenizer(folder: str, vocab_size: int, eos_token_ids: list[int]) -> L
         raise Unsupported("llguidance is not installed: pip install 'tidemill[engine]'")
     path = Path(folder, "tokenizer.json")
     if folder and path.is_file():
-        text = path.read_text()
+        text = read_written(path)
     elif folder and Path(folder, MODEL_FILE).is_file():
         text = tokenizer_json(Path(folder))
     else:

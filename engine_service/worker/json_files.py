@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tidemill.runtime.errors import InvalidRequest
+from tidemill.written import read_written
 
 _Json = TypeVar("_Json", dict[str, Any], list[Any])
 
@@ -25,8 +26,8 @@ def _read_json(path: Path, kind: type[_Json]) -> _Json | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(read_written(path))
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(
             f"{path} is not valid JSON ({error}); it is probably truncated: fetch the file again",
             reason="CHECKPOINT_CORRUPT",

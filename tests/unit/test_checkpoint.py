@@ -1,5 +1,6 @@
 """Model names become folders; everything that can be wrong with one has an error with a remedy."""
 
+import codecs
 import json
 import os
 import shutil
@@ -108,11 +109,23 @@ def test_missing_config(tmp_path: Path) -> None:
     assert error.reason == "CONFIG_MISSING"
 
 
-@pytest.mark.parametrize("content", ['{"architectures": ["Llama', "", "[1, 2]", "\x00\x01"])
+@pytest.mark.parametrize(
+    "content", ['{"architectures": ["Llama', "", "[1, 2]", "\x00\x01", "[" * 10**5]
+)
 def test_broken_config(content: str, folder: Path) -> None:
     (folder / "config.json").write_text(content)
     error = refuse(InvalidRequest, r"config\.json", model=str(folder))
     assert error.reason == "CHECKPOINT_CORRUPT"
+
+
+def test_a_mark_in_front_of_a_file_is_no_part_of_it(folder: Path) -> None:
+    """As editors of some systems write UTF-8: it was called truncated."""
+    said = {"config.json": {"architectures": ["a"]}, "generation_config.json": {"top_k": 3}}
+    for name, content in {**said, "added_tokens.json": {"<a>": 1}, "tokenizer.json": {}}.items():
+        (folder / name).write_bytes(codecs.BOM_UTF8 + json.dumps(content).encode())
+    found = fetch(model=str(folder))
+    assert [found.hf_config, found.generation_config] == list(said.values())
+    assert found.added_tokens == {"<a>": 1}
 
 
 def test_binary_config(folder: Path) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from tidemill.runtime.errors import FailedPrecondition
 from tidemill.security.watched import Watched
+from tidemill.written import read_written
 
 ONLY_KEY = "default"
 """The name of a key that was given without one."""
@@ -99,7 +100,7 @@ class KeyRing:
 
 def _read(path: str) -> list[_Entry]:
     entries = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_written(Path(path)).splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
