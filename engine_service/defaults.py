@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -16,17 +18,30 @@ _SAMPLING_NAMES = {
     "top_k": int,
     "min_p": float,
     "repetition_penalty": float,
+    "max_new_tokens": int,
 }
 
 
 def read_sampling(generation_config: dict[str, Any]) -> SamplingParams:
-    """Sampling defaults of the checkpoint; max_new_tokens bounds requests that set no limit."""
+    """Sampling defaults of the checkpoint; max_new_tokens bounds requests that set no limit.
+    Raises InvalidRequest for what is no number."""
     given = {
-        name: kind(generation_config[name])
+        name: kind(_number(name, generation_config[name]))
         for name, kind in _SAMPLING_NAMES.items()
         if generation_config.get(name) is not None
     }
-    return SamplingParams(**given, max_tokens=generation_config.get("max_new_tokens"))
+    return SamplingParams(max_tokens=given.pop("max_new_tokens", None), **given)
+
+
+def _number(name: str, value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max:
+        raise InvalidRequest(
+            f"generation_config.json: {name} is {reprlib.repr(value)}, which is no finite number; "
+            "correct it, or pass --generation-config none",
+            param=name,
+        )
+    return value
 
 
 def read_knobs(config: EngineConfig, strategy: DecodeStrategy | None) -> dict[str, Any]:

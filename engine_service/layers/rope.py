@@ -7,6 +7,7 @@ because a last-bit difference in a frequency grows with the position. It knows n
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from engine_service.kernels.rotary import rotary_angles
+from engine_service.layers.rope_numbers import MOST, length, number, wrong_number
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 _KEYS: dict[str, frozenset[str]] = {
@@ -79,25 +81,32 @@ def read_rope(
     share = _said(_PARTIAL, raw, hf_config, 1.0)
     if share != 1.0 and not partial:
         raise Unsupported(
-            f"rotary parameter {_PARTIAL} = {share!r} is not supported for this architecture",
+            f"rotary parameter {_PARTIAL} = {reprlib.repr(share)} is not supported for this "
+            "architecture",
             param=_PARTIAL,
         )
     _check_keys(kind, raw)
-    max_len = int(_number(hf_config, "max_position_embeddings", 0))
+    max_len = length(hf_config, "max_position_embeddings", 0)
     before = "original_max_position_embeddings"
-    original = int(_number(hf_config, before, 0) or _number(raw, before, max_len))
-    factor = _number(raw, "factor", max_len / original if kind == "yarn" else 1.0)
+    original = length(hf_config, before, 0) or length(raw, before, max_len)
+    if kind in ("llama3", "yarn") and not original:
+        raise InvalidRequest(
+            f"config.json: rope_type {kind!r} needs {before}, the context's length before the "
+            "scaling, or max_position_embeddings",
+            param=before,
+        )
+    factor = number(raw, "factor", max_len / original if kind == "yarn" else 1.0)
     theta = {"rope_theta": _said("rope_theta", raw, hf_config, None)}
     return RopeParameters(
         kind=kind,
         rotary_dim=_rotary_dim(head_dim, share),
-        theta=_number(theta, "rope_theta", 10000.0, above=1),
+        theta=number(theta, "rope_theta", 10000.0, above=1),
         factor=factor,
         original_max_len=original,
-        low_freq_factor=_number(raw, "low_freq_factor", 1.0),
-        high_freq_factor=_number(raw, "high_freq_factor", 1.0),
-        beta_fast=_number(raw, "beta_fast", 32.0),
-        beta_slow=_number(raw, "beta_slow", 1.0),
+        low_freq_factor=number(raw, "low_freq_factor", 1.0),
+        high_freq_factor=number(raw, "high_freq_factor", 1.0),
+        beta_fast=number(raw, "beta_fast", 32.0),
+        beta_slow=number(raw, "beta_slow", 1.0),
         truncate=bool(raw.get("truncate", True)),
         attention_factor=_attention_factor(raw, factor) if kind == "yarn" else 1.0,
     )
@@ -131,20 +140,6 @@ def _said(key: str, raw: Mapping[str, Any], hf_config: Mapping[str, Any], defaul
             param=key,
         )
     return next((one for one in (inner, outer) if one is not None), default)
-
-
-def _number(raw: Mapping[str, Any], key: str, default: float, *, above: float = 0) -> float:
-    """A number above `above`: with others angles are NaN, infinite or turn the other way, which
-    nobody would see but in the texts."""
-    value = raw.get(key)
-    if value is None:
-        return default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not above < value < math.inf:
-        raise InvalidRequest(
-            f"config.json: {key} must be a number above {above}, found {value!r}", param=key
-        )
-    return float(value)
 
 
 def scaled_max_len(rope: RopeParameters, max_position_embeddings: int) -> int:
@@ -204,10 +199,8 @@ def _one_for_all_layers(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotary_dim(head_dim: int, share: float) -> int:
-    if not isinstance(share, int | float):
-        raise InvalidRequest(
-            f"config.json: {_PARTIAL} must be a number, found {share!r}", param=_PARTIAL
-        )
+    if not isinstance(share, int | float) or isinstance(share, bool) or not abs(share) <= MOST:
+        raise wrong_number(_PARTIAL, share, "above 0 and at most 1")
     dim = int(head_dim * share)
     if dim == head_dim and (head_dim < 1 or head_dim % 2):
         raise Unsupported(
@@ -282,7 +275,7 @@ def _attention_factor(raw: Mapping[str, Any], factor: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if raw.get("attention_factor") is not None:
-        return _number(raw, "attention_factor", 1.0)
+        return number(raw, "attention_factor", 1.0)
     if raw.get("mscale") and raw.get("mscale_all_dim"):
-        return mscale(_number(raw, "mscale", 1.0)) / mscale(_number(raw, "mscale_all_dim", 1.0))
+        return mscale(number(raw, "mscale", 1.0)) / mscale(number(raw, "mscale_all_dim", 1.0))
     return mscale(1.0)

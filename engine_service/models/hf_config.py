@@ -6,7 +6,8 @@ It does not know any single architecture.
 
 from __future__ import annotations
 
-import math
+import reprlib
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -133,9 +134,9 @@ def norm_eps(hf_config: HFConfig, key: str, default: float) -> float:
     """What is added to a mean of squares; raises InvalidRequest for what is no number or below 0,
     of which the root is NaN."""
     value = hf_config.get(key, default)
-    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise InvalidRequest(
-            f"config.json: {key} must be a number from 0 on, found {value!r}", param=key
+            f"config.json: {key} must be a number from 0 on, found {reprlib.repr(value)}", param=key
         )
     return float(value)
 

@@ -5,7 +5,8 @@ It does not know any single architecture.
 
 from __future__ import annotations
 
-import math
+import reprlib
+import sys
 from typing import Any
 
 from engine_service.models.base import HFConfig
@@ -36,8 +37,8 @@ def factor(hf_config: HFConfig, key: str) -> float:
     them, naming it."""
     value = hf_config.get(key)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is None or not is_number or not 0 < value < math.inf:
+    if value is None or not is_number or not 0 < value <= sys.float_info.max:
         raise InvalidRequest(
-            f"config.json: {key} must be a number above 0, found {value!r}", param=key
+            f"config.json: {key} must be a number above 0, found {reprlib.repr(value)}", param=key
         )
     return float(value)
