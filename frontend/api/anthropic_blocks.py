@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from frontend.api.openai_tools import INVALID_JSON
 from frontend.api.sse import named_event
 from frontend.parsers.base import Content
 from frontend.reading import CallDelta
@@ -103,4 +104,4 @@ def _arguments(text: str) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         arguments = None
     is_told = isinstance(arguments, dict) and not is_too_deep(arguments)
-    return arguments if is_told else {"INVALID_JSON": text}
+    return arguments if is_told else {INVALID_JSON: text}

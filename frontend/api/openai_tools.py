@@ -17,6 +17,8 @@ from tidemill.nesting import check_nesting
 from tidemill.runtime.errors import InvalidRequest
 
 ToolChoice = str | dict[str, Any] | None
+INVALID_JSON = "INVALID_JSON"
+"""What Anthropic's documentation calls arguments that are no JSON object, where one must stand."""
 
 
 def with_tools(
@@ -68,15 +70,38 @@ def with_tools(
 
 
 def with_arguments(call: Any, param: str) -> dict[str, Any]:
-    """Templates expect the arguments of earlier tool calls as objects, not as JSON text."""
+    """Templates expect the arguments of earlier tool calls as objects, not as JSON text. Raises
+    InvalidRequest for what is no call, for arguments that are neither, and for deep ones."""
     try:
         function = dict(call["function"])
-        if isinstance(function.get("arguments"), str):
-            check_nesting(function["arguments"], param)
-            function["arguments"] = whole(function["arguments"] or "{}")
-        return {**call, "function": function}
+        call = {**call, "function": function}
     except (KeyError, TypeError, ValueError) as failure:
         raise InvalidRequest(f"{param}: not a tool call: {failure}", param=param) from failure
+    arguments = function.get("arguments")
+    if arguments is None:
+        arguments = ""
+    if isinstance(arguments, str):
+        check_nesting(arguments, param)
+        arguments = as_object(arguments)
+    elif not isinstance(arguments, dict):
+        raise InvalidRequest(
+            f"{param}: arguments are of type {type(arguments).__name__}; they must be the text of "
+            "a JSON object, as the call was told",
+            param=param,
+        )
+    function["arguments"] = arguments
+    return call
+
+
+def as_object(arguments: str) -> dict[str, Any]:
+    """Arguments of an earlier call as templates read them, which may go through their names. What
+    is no JSON object is told as it stands: a model may have written it, and the client that was
+    given it sends it back."""
+    try:
+        found = whole(arguments or "{}")
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {INVALID_JSON: arguments}
 
 
 def whole(arguments: str) -> Any:

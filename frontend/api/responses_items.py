@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from frontend.api.openai_response import chat_logprobs
-from frontend.api.openai_tools import whole
+from frontend.api.openai_tools import INVALID_JSON, as_object
 from frontend.parsers.base import Content, Event, Reasoning
 from frontend.parsers.free_input import INPUT, FreeInputParser
 from frontend.reading import CallDelta, Part
@@ -191,15 +191,10 @@ def _text(events: Iterable[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, Content))
 
 
-def _arguments(call: dict[str, Any]) -> Any:
+def _arguments(call: dict[str, Any]) -> dict[str, Any]:
     """Templates expect an object: of a call that was cut off as much as is there, as where a client
-    sends the call itself. What is no JSON stays the text that it is, and what nests too deeply to
-    be written again."""
+    sends the call itself. What nests too deeply to be written again stays the text that it is."""
     if call["type"] == "custom_tool_call":
         return {INPUT: call["input"]}
-    try:
-        arguments = whole(call["arguments"] or "{}")
-    except ValueError:
-        return call["arguments"]
-    is_deep = isinstance(arguments, dict | list) and is_too_deep(arguments)
-    return call["arguments"] if is_deep else arguments
+    arguments = as_object(call["arguments"])
+    return {INVALID_JSON: call["arguments"]} if is_too_deep(arguments) else arguments
