@@ -73,7 +73,7 @@ class _Reader:
             pass  # sealed by another server: nobody here can read it, and answers go on without it
         elif kind == "tool_use" and role == "assistant":
             name, call_id = self._string(block, "name", kind), self._string(block, "id", kind)
-            function = {"name": name, "arguments": block.get("input") or {}}
+            function = {"name": name, "arguments": self._input(block)}
             self._names[call_id] = name
             self._calls.append({"id": call_id, "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
@@ -102,6 +102,18 @@ class _Reader:
             )
         name = self._names[call_id]
         return {"role": "tool", "tool_call_id": call_id, "name": name, "content": content or ""}
+
+    def _input(self, block: dict[str, Any]) -> dict[str, Any]:
+        given = block.get("input")
+        if given is None:
+            return {}
+        if not isinstance(given, dict):
+            raise InvalidRequest(
+                f"{self._place}: the input of a tool_use is of type {type(given).__name__}; it "
+                "must be an object, as the call was told",
+                param=self._place,
+            )
+        return given
 
     def _string(self, block: dict[str, Any], field: str, kind: str) -> str:
         value = block.get(field)

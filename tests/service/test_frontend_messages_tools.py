@@ -17,6 +17,7 @@ from anthropic.types import Message
 from frontend.api.anthropic_schema import Turn
 from frontend.api.anthropic_turns import to_messages
 from tests.service.frontends import stack
+from tidemill.runtime.errors import InvalidRequest
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>"
@@ -194,6 +195,23 @@ async def test_a_forced_call_is_a_block(tmp_path: Path, streams: bool) -> None:
         assert "start: %json" in served.engine.submits[-1].constraint.ebnf
         await ask(client, streams, SAID, tools=TOOLS)
         assert not served.engine.submits[-1].HasField("constraint")
+
+
+@pytest.mark.parametrize("wrong", ["{}", "", [1], [], 5, 0, False])
+def test_the_input_of_an_earlier_call_is_an_object(wrong: Any) -> None:
+    """Templates go through its names, and failed on a text or wrote it in the place of JSON."""
+
+    def told(**given: Any) -> Any:
+        call = {"type": "tool_use", "id": "1", "name": "f", **given}
+        result = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
+        turns = [Turn(role="assistant", content=[call]), Turn(role="user", content=[result])]
+        return to_messages(turns)[0]["tool_calls"][0]["function"]["arguments"]
+
+    with pytest.raises(InvalidRequest, match="input of a tool_use is of type") as refused:
+        told(input=wrong)
+    assert refused.value.param == "messages[0].content"
+    assert told(input={"a": 1}) == {"a": 1}
+    assert told(input=None) == told() == {}
 
 
 def test_turns_of_one_role_are_one_message() -> None:
