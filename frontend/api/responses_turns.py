@@ -49,8 +49,7 @@ class _Reader:
         elif kind in ("function_call_output", "custom_tool_call_output"):
             self._add(self._result(item, place))
         elif kind == "reasoning":
-            parts = item.content if isinstance(item.content, list) else []
-            self._thoughts += "".join(str(part.get("text", "")) for part in parts)
+            self._thoughts += _thoughts(item, place)
         else:
             raise Unsupported(f"{place}: items of type {kind!r} are not served", param=place)
 
@@ -87,6 +86,20 @@ class _Reader:
         if isinstance(output, list):
             output = to_text(output, f"{place}.output")
         return {"role": "tool", "tool_call_id": item.call_id, "name": name, "content": output or ""}
+
+
+def _thoughts(item: InputItem, place: str) -> str:
+    """The text of reasoning. There is none where another server sealed it, or did not tell it."""
+    if item.content is None or isinstance(item.content, str):
+        return item.content or ""
+    for number, part in enumerate(item.content):
+        if not isinstance(part.get("text"), str | None):
+            raise InvalidRequest(
+                f"{place}.content[{number}].text is of type {type(part.get('text')).__name__}; it "
+                "must be a text, as the reasoning was told",
+                param=f"{place}.content[{number}].text",
+            )
+    return "".join(part.get("text") or "" for part in item.content)
 
 
 def _message(item: InputItem, place: str) -> dict[str, Any]:
