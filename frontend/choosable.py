@@ -56,6 +56,20 @@ def bad_word_ids(words: Sequence[str], encoder: Encoder) -> list[tuple[int, ...]
     return list(found)
 
 
+def as_restricted(failure: ServiceError | None, options: Options) -> ServiceError | None:
+    """A dead end in the words of who asked: with the parameters that left nothing to go on with,
+    of which the grammar comes first. Other failures as they are."""
+    if failure is None or failure.reason != "GENERATION_DEAD_END":
+        return failure
+    names = [options.constraint.param] if options.constraint is not None else []
+    names += ["allowed_token_ids"] * bool(options.sampling.allowed_token_ids)
+    names += ["bad_words"] * bool(options.sampling.bad_words or options.bad_words)
+    if not names:
+        return failure
+    message = f"{failure.message}. It has {' and '.join(names)}; allow more"
+    return InvalidRequest(message, reason=failure.reason, param=names[0])
+
+
 def as_asked(
     refused: ServiceError, constraint: Constraint | None, suffix: str, *, echoes: bool = False
 ) -> ServiceError:

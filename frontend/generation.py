@@ -16,7 +16,7 @@ from frontend.beam_call import BeamCall, search
 from frontend.call import Call
 from frontend.calling import with_calls
 from frontend.choice import Choice, PromptView
-from frontend.choosable import as_asked
+from frontend.choosable import as_asked, as_restricted
 from frontend.fleet.route import Route
 from frontend.gap import check_gap, check_suffix_ids, check_suffix_len, fit_prompt
 from frontend.messages import Delta, Finish, FinishReason, Sequence, Timings, Usage
@@ -280,7 +280,7 @@ class Generation:
     def _check_end(self, finish: Finish) -> None:
         if finish.reason is FinishReason.DEADLINE:
             raise self._ingress.too_late()
-        failure = finish.failure
+        failure = as_restricted(finish.failure, self._request.options)
         if failure is not None:
             self._failure = failure
             if not self._collects:

@@ -191,7 +191,8 @@ async def test_a_stream_that_fails_behind_its_first_token(faces: Faces) -> None:
         assert answer.status_code == 200
         *chunks, last, done = (line[6:] for line in answer.text.splitlines() if line)
         assert "".join(json.loads(one)["choices"][0]["text"] for one in chunks) == "t"
-        assert json.loads(last)["error"]["code"] == "generation_dead_end"
+        error = json.loads(last)["error"]
+        assert (error["code"], error["param"]) == ("generation_dead_end", "guided_choice")
         assert done == "[DONE]"
         sampling = {"allowed_token_ids": [first]}
         constraint = {"choice": {"values": ["tx"]}}
@@ -202,7 +203,8 @@ async def test_a_stream_that_fails_behind_its_first_token(faces: Faces) -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="no token is left") as caught:
             await rest(call)
         assert caught.value.code() is Code.INVALID_ARGUMENT
-        assert to_error(caught.value).reason == "GENERATION_DEAD_END"
+        told = to_error(caught.value)
+        assert (told.reason, told.param) == ("GENERATION_DEAD_END", "constraint.choice")
 
 
 async def test_dead_ends_are_not_the_engines_fault(faces: Faces) -> None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from frontend.choosable import MAX_BAD_WORDS, as_asked, bad_word_ids, with_bad_words
+from frontend.choosable import (
+    MAX_BAD_WORDS,
+    as_asked,
+    as_restricted,
+    bad_word_ids,
+    with_bad_words,
+)
 from frontend.request import Options, Sampling
 from tests.service.frontends import byte_tokenizer
 from tidemill.runtime.errors import InvalidRequest, Unsupported
@@ -58,3 +64,23 @@ def test_refusals_name_what_the_client_wrote() -> None:
     assert as_asked(scores, None, "", echoes=True).param == "echo"
     for other in (pinned, scores, InvalidRequest("x", param="top_p"), InvalidRequest("x")):
         assert as_asked(other, asked, "") is other
+
+
+def test_dead_ends_name_what_led_there() -> None:
+    """They named nothing, and a client that reads `param` could not say which of its fields."""
+    dead = InvalidRequest("nothing can follow", reason="GENERATION_DEAD_END")
+    grammar = Constraint("regex", "a", "guided_regex")
+    both = Options(constraint=grammar, sampling=Sampling(allowed_token_ids=(5,)))
+    told = as_restricted(dead, both)
+    assert isinstance(told, InvalidRequest)
+    assert (told.reason, told.param) == ("GENERATION_DEAD_END", "guided_regex")
+    assert told.message.endswith("It has guided_regex and allowed_token_ids; allow more")
+    lists = Options(sampling=Sampling(bad_words=((5, 6),)))
+    for options, param in ((lists, "bad_words"), (Options(constraint=grammar), "guided_regex")):
+        told = as_restricted(dead, options)
+        assert told is not None
+        assert told.param == param
+    other = InvalidRequest("x", param="top_p")
+    assert as_restricted(other, both) is other
+    assert as_restricted(dead, Options()) is dead
+    assert as_restricted(None, both) is None
