@@ -96,7 +96,14 @@ class PrefixIndex:
         return len(self._holders)
 
     def store(self, engine: str, stored: Stored) -> None:
-        """`engine` has these pages now."""
+        """`engine` has these pages now. Raises ValueError for pages that are not of their tokens:
+        of a page without any, no prompt could be looked up, whoever has it."""
+        wanted = len(stored.hashes) * stored.page_size * _TOKEN_BYTES
+        if stored.page_size < 1 or len(stored.packed) != wanted:
+            raise ValueError(
+                f"{len(stored.hashes)} pages of {stored.page_size} tokens in "
+                f"{len(stored.packed)} bytes; they have 1 token or more, of {_TOKEN_BYTES} bytes"
+            )
         held = self._held.setdefault(engine, _Held())
         waiting = [stored]
         while waiting:

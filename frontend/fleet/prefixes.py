@@ -1,6 +1,7 @@
 """Follows the KV events of every engine, for the index of prefixes.
 
-An engine that does not tell is loaded like the others; its prefixes just count for nothing.
+An engine that does not tell, or tells what cannot be, is loaded like the others; its prefixes just
+count for nothing.
 """
 
 from __future__ import annotations
@@ -76,6 +77,11 @@ class Prefixes:
                 return
             except ServiceError as failure:
                 _LOG.debug("KV events broke off: %s", failure.message, extra={"engine": address})
+            except ValueError as wrong:
+                # What else it told may be as wrong, and would be told again.
+                self._index.forget(address)
+                _LOG.warning("KV events are wrong: %s", wrong, extra={"engine": address})
+                return
             await asyncio.sleep(_PAUSE_S)
 
     def _apply(self, address: str, batch: Batch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import httpx
+import pytest
 
 from frontend.app import FrontendServer
 from frontend.config import FrontendConfig
@@ -123,6 +124,27 @@ async def test_prompts_follow_their_pages(tmp_path: Path) -> None:
             await site.until_place(client, LONG, 1)
             await site.tell(1, pb.KvEvent(cleared=pb.CacheCleared()), seq=6)
             await site.until_place(client, LONG, 0)
+
+
+@pytest.mark.parametrize("wrong", ["no tokens", "too few tokens", "too many tokens"])
+async def test_wrong_pages_of_one_engine_are_its_own_matter(tmp_path: Path, wrong: str) -> None:
+    """A page of no tokens was an internal error of every request, to whichever engine it went."""
+    told = stored(*LONG)
+    if wrong == "no tokens":
+        told.stored.page_size = 0
+    else:
+        told.stored.token_ids = pack(LONG[:-1] if wrong == "too few tokens" else [*LONG, 1])
+    async with served(tmp_path) as site:
+        await site.tell(0, stored(*LONG[:4]), seq=4, gap=True)
+        await site.tell(1, stored(*LONG[:8]), seq=5, gap=True)
+        url = f"http://127.0.0.1:{site.frontend.http_port}"
+        async with http_client(url) as client:
+            await site.until_place(client, LONG, 1)
+            await site.tell(0, told, seq=5)
+            removed = pb.PagesRemoved(page_hashes=[b"0", b"1"])
+            await site.until_place(client, LONG, 1)
+            await site.tell(1, pb.KvEvent(removed=removed), seq=6)
+            await site.until_place(client, LONG, 0, 1, 2)
 
 
 async def test_who_comes_back_goes_on_where_it_was(tmp_path: Path) -> None:
