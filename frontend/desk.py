@@ -149,7 +149,8 @@ class FrontDesk:
         """Token ids of a text or a conversation; `around(name)` is entered around each stage.
 
         Special tokens are added by default to texts only: templates write their own. `check` gets
-        a lower bound of the number of tokens before the text is encoded, and may raise.
+        a lower bound of the number of tokens before the text is encoded, and may raise. Raises
+        Unavailable where another model is served by the end: the text may be of its template.
         """
         if isinstance(prompt, str):
             text = prompt
@@ -162,11 +163,20 @@ class FrontDesk:
         if add_special_tokens is None:
             add_special_tokens = isinstance(prompt, str)
         with around("tokenize"):
-            return await self.pool.run(
+            token_ids = await self.pool.run(
                 model.tokenizer.encode,
                 text,
                 size=len(text),
                 add_special_tokens=add_special_tokens,
+            )
+        self._check_served(model)  # whose text it is, and whose engines the tokens are for
+        return token_ids
+
+    def _check_served(self, model: ServedModel) -> None:
+        if self.model is None or self.model.tokenizer is not model.tokenizer:
+            raise Unavailable(
+                f"this server serves another model than {model.name!r} now; send the request again",
+                retry_after_ms=1000,
             )
 
     async def with_bad_words(self, model: ServedModel, options: Options) -> Options:

@@ -13,10 +13,12 @@ import pytest
 
 from frontend.config import FrontendConfig
 from frontend.desk import FrontDesk
+from frontend.request import Chat
 from frontend.template_pool import TemplatePool
 from tests.engine_facts import FACTS
 from tests.service.frontends import frontend_for, make_engine, serving, write_tokenizer
 from tests.waiting import PATIENCE_S, http_client, until
+from tidemill.runtime.errors import Unavailable
 from tidemill.telemetry.tracer import Tracer
 from tidemill.v1 import text_pb2 as pb
 from tidemill.v1 import text_pb2_grpc as rpc
@@ -96,5 +98,32 @@ async def test_an_engine_that_leaves_while_its_model_is_taken_leaves_no_process(
         taking.cancel()
         await asyncio.gather(taking, return_exceptions=True)
         await until(lambda: not set(multiprocessing.active_children()) - before)
+    finally:
+        await desk.close()
+
+
+async def test_a_prompt_is_of_one_model(tmp_path: Path) -> None:
+    """A request that came for the model before was written by the template of the next one, and
+    encoded by its own tokenizer; the engine is the next one's too."""
+    desk = FrontDesk(FrontendConfig(), Tracer("frontend", None))
+    said = Chat(messages=[{"role": "user", "content": "a"}])
+    prompts: tuple[str | Chat, ...] = (said, "a")
+    try:
+        for name, facts in (("first", FACTS), ("second", replace(FACTS, model_id="other"))):
+            (tmp_path / name).mkdir()
+            write_tokenizer(tmp_path / name, template=f"{name} {{{{ messages[0].content }}}}")
+            before = desk.model
+            await desk.serve(facts, tmp_path / name)
+        assert before is not None
+        for prompt in prompts:
+            with pytest.raises(Unavailable, match="serves another model") as refused:
+                await desk.tokenize(before, prompt, None)
+            assert refused.value.retry_after_ms
+        served = desk.model
+        assert served is not None
+        await desk.serve(replace(served.facts, instance_id="came back"), None)
+        told = [await desk.tokenize(served, prompt, None) for prompt in prompts]
+        texts = [served.tokenizer.decode(one, skip_special_tokens=False) for one in told]
+        assert texts == ["second a", "a"]
     finally:
         await desk.close()
