@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine_service.constraints.deep_stack import on_deep_stack
+from engine_service.constraints.lark_depth import shallow_gbnf, shallow_lark
 from engine_service.constraints.reasoning import behind, is_special
 from engine_service.constraints.schema_numbers import held_lark, held_schema, held_text
 from engine_service.constraints.triggers import schema_of, trigger_finder
@@ -190,7 +191,7 @@ def _grammar(spec: ConstraintSpec, tokenizer: LLTokenizer) -> str:
         "json_object": lambda _: _of_schema('{"type": "object"}'),
         "regex": LLMatcher.grammar_from_regex,
         "choice": _of_choices,
-        "ebnf": lambda text: grammar_from("grammar", held_lark(text)),
+        "ebnf": _of_lark,
         "structural_tag": lambda text: _of_tags(text, tokenizer),
     }
     try:
@@ -205,6 +206,11 @@ def _of_schema(text: str) -> str:
     if text.strip() == "true":  # any JSON, in the form that can hold the defaults
         text = "{}"
     return LLMatcher.grammar_from_json_schema(held_text(text), defaults=_SPACE)
+
+
+def _of_lark(text: str) -> str:
+    """Of GBNF, too."""
+    return shallow_lark(grammar_from("grammar", held_lark(shallow_gbnf(text))))
 
 
 def _of_choices(text: str) -> str:
@@ -230,7 +236,7 @@ def _of_tags(text: str, tokenizer: LLTokenizer) -> str:
         begin = one["begin"]
         if (trigger := find(begin)) is None:
             raise ValueError(f"no trigger begins {begin!r}; name one in triggers")
-        lark = held_lark(one.get("lark") or "")
+        lark = shallow_lark(held_lark(one.get("lark") or ""))
         inner = lark or {"x-guidance": _SPACE, **held_schema(schema_of(one))}
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=inner, end=one["end"]))
     if not tags:
