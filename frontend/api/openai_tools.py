@@ -74,7 +74,7 @@ def with_arguments(call: Any, param: str) -> dict[str, Any]:
     InvalidRequest for what is no call, for arguments that are neither, and for deep ones."""
     try:
         function = dict(call["function"])
-        call = {**call, "function": function}
+        told: dict[str, Any] = {**call, "function": function}
     except (KeyError, TypeError, ValueError) as failure:
         raise InvalidRequest(f"{param}: not a tool call: {failure}", param=param) from failure
     arguments = function.get("arguments")
@@ -90,7 +90,7 @@ def with_arguments(call: Any, param: str) -> dict[str, Any]:
             param=param,
         )
     function["arguments"] = arguments
-    return call
+    return told
 
 
 def as_object(arguments: str) -> dict[str, Any]:
