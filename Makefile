@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 STAMP := $(VENV)/.stamp-$(notdir $(LOCK))
 PYTEST := $(PY) -m pytest -q --durations=8
+# Of a file whole, as what it builds takes minutes; in our order, in which what is long comes first.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 CLIENTS := tests/conformance/clients
 ENVIRONMENTS := $(patsubst $(CLIENTS)/%/requirements.txt,.clients/%/.stamp,$(wildcard $(CLIENTS)/*/requirements.txt)) \
   $(patsubst %/package-lock.json,%/node_modules/.stamp,$(wildcard $(CLIENTS)/*/package-lock.json examples/*/package-lock.json)) \
@@ -66,7 +68,7 @@ build/grpc_cpp/chat: $(wildcard examples/grpc_cpp/* proto/tidemill/v1/*)
 	@touch $@
 
 test-slow: setup ## long tests (soaks, the wheel, images), then promised figures by themselves
-	$(PYTEST) -n 2 --dist loadgroup -m "slow and not gpu and not alone" --timeout=600 tests
+	$(PYTEST) -n 2 $(BY_FILE) -m "slow and not gpu and not alone" --timeout=600 tests
 	$(PYTEST) -m "slow and not gpu and alone" --timeout=600 tests
 
 test-gpu: setup ## tests that need a CUDA device

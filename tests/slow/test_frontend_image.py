@@ -17,11 +17,7 @@ from tests.e2e.real_stack import START_S
 from tests.slow.frontend_image import ROOT, Built, missing
 from tests.waiting import eventually, free_port
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("image"),  # it is built once
-    pytest.mark.skipif(bool(missing()), reason=missing()),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 LARGEST_BYTES = 450 << 20  # of what we put on top of the base
 CHECK = ("python3", "/app/healthcheck.py", "TIDEMILL_GRPC_PORT")
 

@@ -27,7 +27,7 @@ assert importlib.util.find_spec("torch") is None, "torch is installed"
 assert frontend.__path__[0].startswith(sys.prefix), frontend.__path__
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]  # it is built once
+pytestmark = pytest.mark.slow
 
 
 def run(*command: object, folder: Path, **environ: str) -> str:
