@@ -82,10 +82,12 @@ def test_the_stack_delivers_what_its_model_computes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_frontend_carries_streams(tmp_path: Path) -> None:
-    """Tokens per second in one process, and that the clients who counted them had time to spare."""
+    """Tokens per second in one process, and that the clients who counted them had time to spare.
+
+    Nothing is asked of half loads here, at which clients have more of it."""
 
     def measure() -> dict[str, Any]:
-        figures = bench(tmp_path, "frontend", "--frontends=1")["1_frontend"]
+        figures = bench(tmp_path, "frontend", "--frontends=1", "--no-halves")["1_frontend"]
         clients = [load["cpu_share"]["busiest client"] for load in figures.values()]
         return {
             "SSE": figures["SSE streams"]["tokens_per_s"],
@@ -100,6 +102,19 @@ def test_a_frontend_carries_streams(tmp_path: Path) -> None:
     }
     tries = attempts(measure, bars)
     assert not tries[-1], f"missed: {tries}"
+
+
+@pytest.mark.slow
+def test_a_frontend_is_measured_at_half_loads_too(tmp_path: Path) -> None:
+    """For a moment, as nothing is said of speed; an answer that is not whole ends the benchmark."""
+    few = ("--seconds=1", "--streams=8", "--concurrency=4")
+    found = bench(tmp_path, "frontend", "--frontends=1", *few)["1_frontend"]
+    unary, streams = ("unary HTTP", "unary gRPC"), ("SSE streams", "gRPC streams")
+    halves = [f"{name}, half" for name in unary]
+    halves += [f"{name}, half as {how}" for name in streams for how in ("many", "fast")]
+    assert list(found) == [*unary, *streams, *halves]
+    for name in found:
+        assert found[name]["tokens_per_s"] > 0, name
 
 
 @pytest.mark.slow

@@ -65,6 +65,8 @@ class FrontendOptions:
     """The same for gRPC streams."""
     seconds: AboveZero = 8.0
     """Length of each measurement, after a quarter of it as warm-up."""
+    halves: bool = True
+    """One process is measured at halves of the loads too, which say how promptly it answers."""
 
 
 class _Load(NamedTuple):
@@ -101,7 +103,7 @@ def run(options: FrontendOptions) -> dict[str, Any]:
     for count in sorted({1, options.frontends}):
         with _stack(count) as (engine, services):
             results[f"{count}_frontend{'s' if count > 1 else ''}"] = _measured(
-                options, engine, services, with_halves=count == 1
+                options, engine, services, with_halves=options.halves and count == 1
             )
     return results
 
