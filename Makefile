@@ -16,7 +16,7 @@ ENVIRONMENTS := $(patsubst $(CLIENTS)/%/requirements.txt,.clients/%/.stamp,$(wil
   $(patsubst %/package-lock.json,%/node_modules/.stamp,$(wildcard $(CLIENTS)/*/package-lock.json examples/*/package-lock.json)) \
   build/grpc_cpp/chat
 
-.PHONY: help setup proto fmt check test test-conformance environments test-slow test-gpu serve bench docs lock
+.PHONY: help setup proto fmt check types rules test test-conformance environments test-slow test-gpu serve bench docs lock
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
 
@@ -39,9 +39,13 @@ fmt: setup ## format and sort imports
 	$(BIN)/ruff format --quiet .
 
 check: setup ## style, types and the rules of the house
+	@$(MAKE) -j2 -Otarget --no-print-directory types rules
+
+types:
+	$(BIN)/mypy
+rules:
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
-	$(BIN)/mypy
 	$(PYTEST) tests/arch
 
 test: check ## check, then every test that is neither slow nor needs a GPU
