@@ -283,6 +283,7 @@ async def test_a_frontend_that_stops_ends_what_runs_in_the_background(tmp_path: 
         assert served.frontend.desk.num_live == 0
 
 
+DEEP = "[" * 200 + "]" * 200
 WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "no input": ({"input": None}, 400, "input"),
     "no items": ({"input": []}, 400, "input"),
@@ -293,8 +294,8 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     ),
     "a search": ({"input": [{"type": "web_search_call"}]}, 400, "input[0]"),
     "a call": ({"input": [{"type": "function_call", "name": "f"}]}, 400, "input[0].call_id"),
-    "arguments": (
-        {"input": [{"type": "function_call", "name": "f", "call_id": "1", "arguments": "{a}"}]},
+    "deep arguments": (
+        {"input": [{"type": "function_call", "name": "f", "call_id": "1", "arguments": DEEP}]},
         400,
         "input[0].arguments",
     ),
