@@ -16,11 +16,10 @@ from engine_service.config import EngineConfig
 from engine_service.core.facts import EngineFacts
 from engine_service.core.messages import RankTrace
 from engine_service.core.pages import PageManager
-from engine_service.core.params import SamplingParams
 from engine_service.core.step import Memory
 from engine_service.core.strategy import DecodeStrategy, Executor, ExecutorLimits
 from engine_service.core.transfers import Transfers
-from engine_service.defaults import read_knobs, read_sampling
+from engine_service.defaults import read_knobs, sampling_defaults
 from engine_service.distributed import FIRST, Group, Place, Store
 from engine_service.limits import check_count
 from engine_service.models.sharing import check_fit
@@ -100,11 +99,13 @@ def load(
 
 def _check_split(config: EngineConfig, report: Report) -> None:
     """Raises what the first rank would once all others have come: of several hosts that may be half
-    an hour, for a number of ranks that no start of this model ever has. Reads no weights."""
+    an hour, for a number of ranks that no start of this model ever has, or defaults that no request
+    may have. Reads no weights."""
     checkpoint = fetch_checkpoint(replace(config, load_format="dummy"), report)
     group = Group(0, config.tensor_parallel_size, whole_experts=config.expert_parallel)
     num_stages = config.pipeline_parallel_size
     check_fit(checkpoint.hf_config, read_traits(checkpoint), group, num_stages)
+    sampling_defaults(config, checkpoint.generation_config)
 
 
 def simulate(config: EngineConfig, report: Report) -> Parts:
@@ -165,9 +166,6 @@ def _facts(
             f"{', '.join(strategies) or 'none, it is an encoder'}",
             param="default_method",
         )
-    defaults = SamplingParams()
-    if config.generation_config == "auto":
-        defaults = read_sampling(checkpoint.generation_config)
     return EngineFacts(
         **found,
         max_queued_requests=config.max_queued_requests,
@@ -179,7 +177,7 @@ def _facts(
         role=config.role,
         default_method=method,
         default_params=read_knobs(config, strategies.get(method)),
-        default_sampling=defaults,
+        default_sampling=sampling_defaults(config, checkpoint.generation_config),
         approximate_caches=tuple(
             name for one in strategies.values() for name in one.approximate_caches
         ),

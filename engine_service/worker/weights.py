@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from engine_service.config import EngineConfig
+from engine_service.defaults import sampling_defaults
 from engine_service.distributed import ALONE, Group
 from engine_service.layers.slots import Slot, Slots
 from engine_service.models.base import REGISTRY, CausalModel, ModelTraits
@@ -77,7 +78,9 @@ def resolve_dtype(
 
 
 def check_files(config: EngineConfig, checkpoint: Checkpoint, group: Group = ALONE) -> None:
-    """Refuses files that are missing or not whole, before anything else is done with them."""
+    """Refuses files that are missing or not whole, and defaults that no request may have, before
+    anything else is done with them."""
+    sampling_defaults(config, checkpoint.generation_config)
     if config.load_format != "dummy":
         survey(_files(checkpoint, group))
 
