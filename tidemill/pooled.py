@@ -18,6 +18,7 @@ from engine_service.core.params import DecodingChoice, PoolChoice, SamplingParam
 from engine_service.model_folder import CONFIG
 from frontend.served import labels_of, likeliest, read_labels
 from frontend.tokenizer import TextTokenizer
+from tidemill.given import of_kind, several, wrong_kind
 from tidemill.outputs import ClassificationOutput, EmbeddingOutput
 from tidemill.prompts import packed_ids
 from tidemill.runtime.errors import InternalError, InvalidRequest
@@ -50,6 +51,7 @@ class PoolReader:
     def __init__(
         self, tokenizer: TextTokenizer | None, facts: EngineFacts, keep: int | None
     ) -> None:
+        keep = of_kind("LLM", "truncate_prompt_tokens", int | None, keep)
         if keep is not None and keep < 1 and keep != -1:
             raise InvalidRequest(
                 f"truncate_prompt_tokens is {keep}; it must be at least 1, or -1 for what the "
@@ -109,7 +111,11 @@ class PooledCalls(ABC):
         many leading features, of vectors of length 1 unless `normalize` is False;
         `truncate_prompt_tokens` that many leading tokens, -1: what the context holds.
         """
-        choice = PoolChoice(kind=pooling, normalize=normalize, dimensions=dimensions)
+        choice = PoolChoice(
+            kind=of_kind("LLM", "pooling", str | None, pooling),
+            normalize=of_kind("LLM", "normalize", bool | None, normalize),
+            dimensions=of_kind("LLM", "dimensions", int | None, dimensions),
+        )
         reader = PoolReader(self._tokenizer, self.facts, truncate_prompt_tokens)
         prompts = [reader.read(one, choice) for one in as_inputs(inputs)]
         return [
@@ -170,8 +176,7 @@ class PooledCalls(ABC):
 
 def _as_pairs(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[Pair]:
     """Pairs of texts; one first text serves all second ones. Raises InvalidRequest."""
-    left = [text_1] if isinstance(text_1, str) else list(text_1)
-    right = [text_2] if isinstance(text_2, str) else list(text_2)
+    left, right = _texts("text_1", text_1), _texts("text_2", text_2)
     left = left * len(right) if len(left) == 1 else left
     if len(left) != len(right):
         raise InvalidRequest(
@@ -180,6 +185,16 @@ def _as_pairs(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[
             param="text_1",
         )
     return list(zip(left, right, strict=True))
+
+
+def _texts(name: str, given: str | Sequence[str]) -> list[str]:
+    if isinstance(given, str):
+        return [given]
+    listed = list(several(name, given, "a text, or a list of texts"))
+    for place, one in enumerate(listed):
+        if not isinstance(one, str):
+            raise wrong_kind(f"{name}[{place}]", one, "a text")
+    return listed
 
 
 def _to_vector(finish: Finish) -> list[float]:
