@@ -27,6 +27,8 @@ MOST_RANKS = 64
 """Of a group: plans are told to so many."""
 _TRANSFER_FLAGS = ("kv_connector", "kv_transfer_timeout_s", "kv_tls_ca", "kv_tls_name")
 """Read by engines that move KV. Prefill and decode engines may be given the same ones."""
+_MOST_SLOTS = ((1 << 31) - 1, "what 32 bits count")
+"""Of any table; far below it there is no memory for one."""
 _DEFAULTS = EngineConfig()
 _RANGES: Mapping[str, Range] = MappingProxyType(
     {
@@ -34,11 +36,11 @@ _RANGES: Mapping[str, Range] = MappingProxyType(
         "pipeline_parallel_size": Range(1, "one stage"),
         "kv_transfer_timeout_s": TIME,
         "max_model_len": Range(2, "one prompt token and one output token"),
-        "page_size": Range(1, "one token"),
-        "num_pages": Range(1, "one page"),
+        "page_size": Range(1, "one token", *_MOST_SLOTS),
+        "num_pages": Range(1, "one page", *_MOST_SLOTS),
         "memory_fraction": Range(0, "nothing of it", 1, "all of it"),
         "cpu_kv_bytes": COUNT,
-        "max_rows": Range(1, "one request"),
+        "max_rows": Range(1, "one request", *_MOST_SLOTS),
         "token_budget": Range(1, "one token"),
         "logit_budget": Range(1, "one token"),
         "canvas_budget": Range(1, "the last canvas of a step may overdraw it"),

@@ -6,7 +6,7 @@ import difflib
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
-from types import NoneType
+from os import PathLike
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from engine_service.config import EngineConfig
@@ -22,11 +22,12 @@ OF_SERVICES = frozenset({
     "trace_level", "trace_step_every",
 })  # fmt: skip
 """Fields of EngineConfig that nobody reads where an engine serves nobody."""
-_PLAIN = frozenset({bool, int, float, NoneType})
 _DEFAULTS = EngineConfig()
 
 
-def engine_config(model: str, keywords: Mapping[str, Any]) -> EngineConfig:
+def engine_config(
+    model: str, keywords: Mapping[str, Any], skip_tokenizer_init: object = False
+) -> EngineConfig:
     """What they ask for; raises TypeError for a keyword that is none of its fields or has a value
     of another kind, InvalidRequest for an unknown word, Unsupported for more engines than one and
     for what only a service has."""
@@ -40,6 +41,7 @@ def engine_config(model: str, keywords: Mapping[str, Any]) -> EngineConfig:
         )
     keywords = {name: value for name, value in keywords.items() if name != "data_parallel_size"}
     known = {field.name for field in fields(EngineConfig)}
+    _checked("skip_tokenizer_init", bool, skip_tokenizer_init)  # beside them, and no field
     for name in keywords:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -59,12 +61,12 @@ def engine_config(model: str, keywords: Mapping[str, Any]) -> EngineConfig:
     }
     hints = get_type_hints(EngineConfig)
     checked = {name: _checked(name, hints[name], value) for name, value in keywords.items()}
-    return EngineConfig(model=model, **{**unbounded, **checked})
+    return EngineConfig(model=_checked("model", str, model), **{**unbounded, **checked})
 
 
 def _checked(name: str, hint: Any, value: Any) -> Any:
-    """The value, if it is one that a flag could have had: switches, numbers and words of a list. A
-    text may be anything that reads as one, such as a Path."""
+    """The value, if it is one that a flag could have had. A text may be anything that reads as one,
+    such as a Path."""
     kinds = get_args(hint) or (hint,)
     if get_origin(hint) is Literal:
         if not any(value == one for one in kinds):
@@ -72,4 +74,7 @@ def _checked(name: str, hint: Any, value: Any) -> Any:
                 f"{name} is {value!r}; it must be one of {', '.join(kinds)}", param=name
             )
         return value
-    return settled("LLM()", name, hint, value) if _PLAIN.issuperset(kinds) else value
+    if name == "hf_overrides":  # which has words of its own
+        return value
+    is_path = get_origin(hint) is not dict and str in kinds and isinstance(value, PathLike)
+    return value if is_path else settled("LLM()", name, hint, value)

@@ -61,7 +61,7 @@ class LLM(BeamCalls, PooledCalls):
     def __init__(
         self, model: str = "demo", *, skip_tokenizer_init: bool = False, **config: Any
     ) -> None:
-        self.config = engine_config(model, config)
+        self.config = engine_config(model, config, skip_tokenizer_init)
         self.engine = compose(self.config, lambda *progress: None)
         """Its parts, for those who measure them."""
         self.close = self.engine.close
@@ -230,7 +230,7 @@ class LLM(BeamCalls, PooledCalls):
     @in_turn
     def get_output(self, request_id: str) -> RequestOutput | None:
         """The request's output, once, when it has finished; else None. Unknown ids raise."""
-        if request_id not in self._requests:
+        if not isinstance(request_id, str) or request_id not in self._requests:
             raise InvalidRequest(f"no request {request_id!r} is live or unread", param="request_id")
         pending = self._requests[request_id]
         if not pending.is_finished:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,12 +34,35 @@ def test_unknown_words_are_refused_with_those_that_there_are(name: str, value: A
         ("max_model_len", 1.5, "an integer or None"),
         ("tensor_parallel_size", "2", "an integer"),
         ("memory_fraction", "0.5", "a number"),
+        ("model", 3, "a text"),
+        ("device", 0, "a text"),
+        ("device", None, "a text"),
+        ("tokenizer", True, "a text or None"),
+        ("revision", 1.5, "a text or None"),
+        ("default_method", (), "a text or None"),
+        ("default_params", 3, "a mapping of texts"),
+        ("skip_tokenizer_init", "no", "True or False"),
     ],
 )
 def test_values_of_another_kind_are_named(name: str, value: Any, words: str) -> None:
-    told = rf"LLM\(\): {name} is {value!r}, of type \w+; pass {words}$"
+    told = rf"LLM\(\): {name} is {re.escape(repr(value))}, of type \w+; pass {words}$"
     with pytest.raises(TypeError, match=told):
-        LLM("demo", **{name: value})
+        LLM(**{"model": "demo", name: value})
+
+
+@pytest.mark.parametrize("name", ["page_size", "num_pages", "max_rows"])
+def test_sizes_that_nothing_counts_are_refused(name: str) -> None:
+    """They were an error of torch's."""
+    sizes: dict[str, Any] = {name: 10**30}
+    with pytest.raises(InvalidRequest, match=f"{name} 10+ is more than 2147483647 .*; pass") as e:
+        LLM("demo", device="cpu", **sizes)
+    assert e.value.param == name
+
+
+def test_a_path_is_a_text() -> None:
+    folder = Path("nowhere")
+    made = engine_config(folder, {"tokenizer": folder})  # type: ignore[arg-type]
+    assert (made.model, made.tokenizer) == (folder, folder)
 
 
 def test_numbers_of_other_libraries_are_plain_ones() -> None:

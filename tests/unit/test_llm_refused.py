@@ -4,6 +4,7 @@ refuses by name what no call takes."""
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from engine_service.models.decoder import Decoder
 from tidemill import LLM, BeamSearchParams, SamplingParams
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
+from tidemill.sampling_params import StructuredOutputsParams
 
 
 def test_a_tokenizer_that_cannot_be_read_ends_the_ranks_and_frees_the_model(
@@ -61,3 +63,27 @@ def test_parameters_of_another_kind_are_refused_by_name() -> None:
             llm.beam_search("a", SamplingParams(max_tokens=4))  # type: ignore[arg-type]
         assert llm.generate("a", [None], use_tqdm=False)  # type: ignore[list-item]
         assert llm.beam_search("a", BEAMS)
+
+
+def test_parts_of_another_kind_are_refused_by_name() -> None:
+    """They were errors of Python's, or were taken: a suffix 0 for none, a schema for json_object's
+    True, and any prompt for the text of the token ids beside it."""
+    asked = SamplingParams(structured_outputs=StructuredOutputsParams(json_object={"a": 1}))  # type: ignore[arg-type]
+    chat = [{"role": "user", "content": "a"}]
+    with LLM("demo", max_model_len=64, num_pages=16) as llm:
+        wrong: tuple[tuple[Callable[[], Any], str, str], ...] = (
+            (lambda: llm.generate({"prompt_token_ids": [3], "prompt": 3}), "prompt", "a text or N"),
+            (lambda: llm.generate({"prompt": "a", "suffix": 0}), "suffix", "must be a text"),
+            (lambda: llm.generate({"prompt": "a", "suffix": []}), "suffix", "must be a text"),
+            (lambda: llm.generate("a", asked), "structured_outputs.json_object", "given as json"),
+            (lambda: llm.chat(chat, tools=3), "tools", "list"),
+            (lambda: llm.chat(chat, tools={}), "tools", "list"),
+            (lambda: llm.chat(chat, tools=""), "tools", "list"),
+            (lambda: llm.get_output([]), "request_id", "no request"),  # type: ignore[arg-type]
+        )
+        for call, name, words in wrong:
+            with pytest.raises(InvalidRequest, match=words) as refused:
+                call()
+            assert refused.value.param == name
+        given = {"prompt_token_ids": [97], "prompt": "a", "suffix": None}
+        assert llm.generate(given, use_tqdm=False)[0].prompt == "a"
