@@ -36,7 +36,7 @@ def as_prompts(
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
         "chat_template_kwargs": template_kwargs,
-        "tools": None if tools is None else _plain(tools),
+        "tools": _plain(tools),
     }
     template = load_template(tokenizer, None)
     chats = [_read_chat(one, template, told) for one in _as_chats(messages)]
@@ -56,9 +56,7 @@ def _as_chats(messages: Any) -> list[Any]:
 
 def _read_chat(messages: Any, template: ChatTemplate, told: Mapping[str, Any]) -> Chat:
     """A conversation as a body says it."""
-    given: dict[str, Any] = {"messages": messages, **told}
-    if isinstance(messages, Sequence) and not isinstance(messages, str):
-        given["messages"] = _plain(messages)
+    given: dict[str, Any] = {"messages": _plain(messages), **told}
     if is_too_deep(given):
         raise InvalidRequest(
             f"messages have more than {MAX_DEPTH} objects and lists inside of each other; nest "
@@ -71,6 +69,9 @@ def _read_chat(messages: Any, template: ChatTemplate, told: Mapping[str, Any]) -
     return as_known(chat, template.source)
 
 
-def _plain(given: Sequence[Any]) -> list[Any]:
-    """What a body's JSON would hold: mappings of other kinds as dicts."""
+def _plain(given: Any) -> Any:
+    """What a body's JSON would hold: mappings of other kinds as dicts. What is no list is left as
+    it is, to be refused as a server does."""
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        return given
     return [dict(one) if isinstance(one, Mapping) else one for one in given]

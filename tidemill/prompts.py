@@ -20,7 +20,7 @@ from frontend.messages import EngineFacts
 from frontend.request import Options, Sampling, TextRequest
 from frontend.tokenizer import TextTokenizer, Vocabulary
 from frontend.validation import check_truncation, truncated
-from tidemill.given import ids_of, several, wrong_kind
+from tidemill.given import ids_of, of_kind, several, wrong_kind
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 from tidemill.sampling_params import BeamSearchParams, SamplingParams
 
@@ -81,7 +81,9 @@ class PromptReader:
         """Raises InvalidRequest, or Unsupported for a suffix where nothing can be filled in."""
         read, suffix = self._read(prompt)
         read = self._truncated(read, params)
-        return read._replace(gap=self._open_gap(read, suffix, params)) if suffix else read
+        if suffix is None or suffix == "":
+            return read
+        return read._replace(gap=self._open_gap(read, suffix, params))
 
     def _read(self, prompt: Prompt) -> tuple[TextPrompt, Any]:
         """The prompt, and the suffix that stands beside it."""
@@ -100,7 +102,8 @@ class PromptReader:
                 param="prompt",
             )
         if "prompt_token_ids" in prompt:
-            read = TextPrompt(prompt.get("prompt"), _ids(prompt["prompt_token_ids"]))
+            text = of_kind("a prompt", "prompt", str | None, prompt.get("prompt"))
+            read = TextPrompt(text, _ids(prompt["prompt_token_ids"]))
         elif "prompt" in prompt:
             read, _ = self._read(prompt["prompt"])
         else:

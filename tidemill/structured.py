@@ -6,6 +6,7 @@ Whether a grammar compiles is the engine's to say. It does not know gRPC.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -89,5 +90,11 @@ def constraint_of(asked: StructuredOutputsParams | None) -> Constraint | None:
     (name,) = given
     param = f"structured_outputs.{name}"
     if name == "json_object":
+        if asked.json_object is not True:  # a schema, in the place of `json`
+            raise InvalidRequest(
+                f"{param} is {reprlib.repr(asked.json_object)}; it must be True, or left out: a "
+                "schema is given as json",
+                param=param,
+            )
         return Constraint("json_object", "", param)
     return Constraint.read(_KINDS[name], getattr(asked, name), param)
