@@ -152,7 +152,7 @@ def text_fields(
         content: Fields = {"text": prompt}
     else:
         content = {"tokens": {"token_ids": ids_of("prompt", prompt, "a text or token ids")}}
-    chosen = params or SamplingParams()
+    chosen = SamplingParams() if params is None else params
     return {"prompt": content, "options": _options(chosen, options), "echo": options.echo}
 
 
@@ -162,7 +162,7 @@ def chat_fields(
     """Fields of a request for a chat; without `params` it may fill the context."""
     options = checked_options(options)
     _refuse(options, "chat", ("echo",))
-    chosen = params or SamplingParams(max_tokens=None)
+    chosen = SamplingParams(max_tokens=None) if params is None else params
     fields: Fields = {"messages": message_fields(messages), "options": _options(chosen, options)}
     if chat := _chat_options(options):
         fields["chat"] = chat
@@ -176,7 +176,7 @@ def infill_fields(
     them, is the length of the gap."""
     options = checked_options(options)
     _refuse(options, "infill", ("echo", *_CHAT_ONLY))
-    sampling = _options(params or SamplingParams(), options)
+    sampling = _options(SamplingParams() if params is None else params, options)
     gap = sampling["sampling"].pop("max_tokens")
     return {"prefix": texts[0], "suffix": texts[1], "gap_tokens": gap, "options": sampling}
 

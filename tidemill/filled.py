@@ -6,16 +6,18 @@ It knows no message.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Number
 from typing import Any
 
-from tidemill.given import described
+from tidemill.given import described, wrong_kind
 from tidemill.runtime.errors import InvalidRequest
 
 
 def filled(kind: Any, fields: Mapping[str, Any]) -> Any:
     """A message of that kind. Raises InvalidRequest for values of another kind, numbers that its
     fields cannot hold, and text that is none (lone surrogates, as of arguments that are not
-    UTF-8)."""
+    UTF-8). Of what stands in other fields switches are checked by who fills these."""
+    _check_switches(kind, fields)
     try:
         return kind(**fields)
     except ValueError as failure:  # which names no field
@@ -28,6 +30,16 @@ def filled(kind: Any, fields: Mapping[str, Any]) -> Any:
             " annotations name",
             param=place.rpartition(".")[2],
         ) from failure
+
+
+def _check_switches(kind: Any, fields: Mapping[str, Any]) -> None:
+    """protobuf takes any small number for a bool: a 3, or -1, would be True."""
+    for name, value in fields.items():
+        field = kind.DESCRIPTOR.fields_by_name.get(name)
+        if field is None or field.type != field.TYPE_BOOL or value is None:
+            continue
+        if isinstance(value, Number) and not isinstance(value, bool):
+            raise wrong_kind(name, value, "True or False")
 
 
 def _misfit(kind: Any, fields: Mapping[str, Any]) -> tuple[str, Any]:

@@ -87,6 +87,10 @@ class _Sender:
     def __init__(self, stub: Any, max_retries: int, api_key: str = "") -> None:
         self._stub = stub
         self._max_retries = of_kind("Client", "max_retries", int, max_retries)
+        if self._max_retries < 0:  # it is counted down to 0
+            raise InvalidRequest(
+                f"max_retries is {max_retries}; pass 0, for none, or more", param="max_retries"
+            )
         bearer = f"Bearer {printable('api_key', api_key)}"
         self._shown = (("authorization", bearer),) if api_key else ()
 

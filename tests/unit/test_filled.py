@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 
-from tidemill import Client, SamplingParams
+from tidemill import AsyncClient, Client, SamplingParams
 from tidemill.commands import chat
 from tidemill.exchange import CallOptions, chat_fields, text_fields
 from tidemill.filled import filled
@@ -104,6 +105,15 @@ KINDS: dict[str, tuple[str, Callable[[Client], Any]]] = {
     "a document": ("documents", lambda c: c.rerank("a", "abc")),
     "attempts": ("max_retries", lambda _: Client("127.0.0.1:9", max_retries="5")),
     "a key": ("api_key", lambda _: Client("127.0.0.1:9", api_key=5)),
+    "an address": ("address", lambda _: Client(5)),
+    "certificates": ("tls", lambda _: Client("127.0.0.1:9", tls="ca.pem")),
+    "no parameters": ("params", lambda c: c.generate("a", {})),
+    "no parameters of a chat": ("params", lambda c: c.chat("a", 0)),
+    "no parameters of a gap": ("params", lambda c: c.infill("a", "b", "")),
+    "a small switch": ("normalize", lambda c: c.embed("a", normalize=3)),
+    "a large switch": ("normalize", lambda c: c.embed("a", normalize=10**30)),
+    "a switch to read": ("skip_special_tokens", lambda c: c.detokenize([1], skip_special_tokens=0)),
+    "a switch to write": ("add_special_tokens", lambda c: c.tokenize("a", add_special_tokens=-1)),
 }
 
 
@@ -114,6 +124,18 @@ def test_what_is_of_another_kind_is_named(what: str) -> None:
     with Client("127.0.0.1:9") as client, pytest.raises(InvalidRequest, match="type") as refused:
         call(client)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_fewer_attempts_than_none_are_refused(kind: type[Client | AsyncClient]) -> None:
+    """They were counted down for ever: each call was sent until the server took it."""
+
+    async def made() -> None:  # of the one for asyncio there is none without its loop
+        kind("127.0.0.1:9", max_retries=-1)
+
+    with pytest.raises(InvalidRequest, match="max_retries is -1; pass 0") as refused:
+        asyncio.run(made())
+    assert refused.value.param == "max_retries"
 
 
 def test_control_what_stands_for_the_default_is_taken() -> None:

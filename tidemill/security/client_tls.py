@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 
-from tidemill.runtime.errors import FailedPrecondition
+from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 from tidemill.security.tls_flags import check_client_flags
 from tidemill.security.watched import Watched
 
@@ -74,15 +74,30 @@ def client_tls(
     return None if ca is None else ClientTls(ca, cert, key, name)
 
 
+def _check_target(address: object, tls: object) -> None:
+    """Raises InvalidRequest for what would fail on an attribute that it does not have."""
+    if not isinstance(address, str):
+        raise _wrong("address", address, "a text, such as 127.0.0.1:50051")
+    if tls is not None and not isinstance(tls, ClientTls):
+        raise _wrong("tls", tls, "a ClientTls, or None for plaintext")
+
+
+def _wrong(name: str, value: object, wording: str) -> InvalidRequest:
+    """Does not show the value: it may be a key."""
+    return InvalidRequest(f"{name} is of type {type(value).__name__}; pass {wording}", param=name)
+
+
 def open_channel(address: str, options: Options, tls: ClientTls | None) -> grpc.aio.Channel:
-    """A channel for asyncio."""
+    """A channel for asyncio. Raises InvalidRequest."""
+    _check_target(address, tls)
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, tls.credentials(), [*options, *tls.options()])
 
 
 def open_blocking_channel(address: str, options: Options, tls: ClientTls | None) -> grpc.Channel:
-    """A channel for threads."""
+    """A channel for threads. Raises InvalidRequest."""
+    _check_target(address, tls)
     if tls is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, tls.credentials(), [*options, *tls.options()])
