@@ -236,11 +236,14 @@ def _check_keys(kind: str, raw: Mapping[str, Any]) -> None:
 
 
 def _llama3(plain: torch.Tensor, rope: RopeParameters) -> torch.Tensor:
-    """Llama 3.1: long waves are stretched by factor, short ones kept, between them a blend."""
+    """Llama 3.1: long waves are stretched by factor, short ones kept, between them a blend, of
+    which equal bounds leave nothing: they are a step, to other servers too."""
     low_wave = rope.original_max_len / rope.low_freq_factor
     high_wave = rope.original_max_len / rope.high_freq_factor
     wave = 2 * math.pi / plain
     stretched = torch.where(wave > low_wave, plain / rope.factor, plain)
+    if rope.high_freq_factor == rope.low_freq_factor:
+        return stretched  # a blend would be 0 / 0 of a wave that lies on the bound
     share = (rope.original_max_len / wave - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )

@@ -68,6 +68,21 @@ def test_frequencies_and_factor_equal_transformers(rope: dict[str, Any]) -> None
     assert read_rope({**sizes, **old_style(rope)}, HEAD_DIM) == new
 
 
+def test_equal_bounds_are_a_step_and_no_division_by_zero() -> None:
+    """Also of the first wave, 2 pi long, lying right on them, which was NaN; transformers' blend
+    is the same of all waves that lie on none."""
+    waves = 2 * torch.pi / inverse_frequencies(read_rope({"rope_theta": 5e5}, HEAD_DIM))
+    for bound in (waves[0].item(), 1000.0):
+        factor = LLAMA3["original_max_position_embeddings"] / bound
+        rope = LLAMA3 | {"low_freq_factor": factor, "high_freq_factor": factor}
+        got = inverse_frequencies(read_rope({"rope_parameters": rope}, HEAD_DIM))
+        plain = 2 * torch.pi / waves
+        torch.testing.assert_close(got, torch.where(waves > bound, plain / 8, plain))
+        config = LlamaConfig(head_dim=HEAD_DIM, rope_parameters=rope)
+        want, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
+        assert torch.equal(got[1:], want[1:])
+
+
 @pytest.mark.parametrize("rope", SCALED[:-2], ids=lambda rope: rope["rope_type"])
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_frequencies_of_a_part_equal_transformers(rope: dict[str, Any], share: float) -> None:
