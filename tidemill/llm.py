@@ -212,7 +212,7 @@ class LLM(BeamCalls, PooledCalls):
     def step(self) -> list[RequestOutput]:
         """One turn of the core loop. Returns what finished in it.
 
-        `get_output` returns the same values later, once each.
+        `get_output` returns the same values later, once each; what it never returned is kept.
         """
         self._loop.turn()
         finished: dict[str, Pending] = {}

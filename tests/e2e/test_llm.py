@@ -154,6 +154,7 @@ def test_callers_may_drive_the_loop(demo: LLM) -> None:
     assert texts == ["10", "42"]
     with pytest.raises(InvalidRequest, match="no request"):
         demo.get_output(ids[0])
+    assert not demo._requests, "nothing of what was returned is kept"
 
 
 @pytest.mark.parametrize(
