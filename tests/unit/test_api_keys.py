@@ -109,6 +109,28 @@ def test_what_changes_is_read_again_and_what_is_broken_is_not(
     assert seen.current() == 4444
 
 
+def test_what_could_not_be_opened_is_read_as_soon_as_it_can_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that came with the wrong owner or mode is mended by chmod, which changes neither its
+    times nor its size: the line of a leaked key would go on to open until the next restart."""
+    path, shut, now = tmp_path / "thing", [False], [0.0]
+
+    def load() -> int:
+        if shut[0]:
+            raise PermissionError(13, "Permission denied", str(path))
+        return int(path.read_text())
+
+    path.write_text("1")
+    seen = Watched([str(path)], load, clock=lambda: now[0])
+    shut[0] = True
+    path.write_text("22")
+    assert [seen.current() for _ in range(3)] == [1, 1, 1]
+    assert caplog.text.count("what was read before stays") == 1, "said once"
+    shut[0] = False
+    assert seen.current() == 22
+
+
 def test_the_verb_prints_a_key_and_keeps_its_line_private(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,8 @@ class Watched(Generic[Content]):
         self._stamp = self._stamped()
         self._content = load()
         self._looked = clock()
+        self._told: tuple[Stamp, str] | None = None
+        """Of the last failure that was logged, until all is well again."""
 
     def current(self) -> Content:
         """What was read last, after reading again if the files have changed since."""
@@ -51,26 +53,25 @@ class Watched(Generic[Content]):
             return self._content
 
     def _follow(self) -> None:
+        stamp: Stamp = ()
         try:
             stamp = self._stamped()
-        except OSError as failure:
-            stamp = ()
-            if self._stamp != stamp:
-                self._keep(failure)
-        else:
-            if stamp != self._stamp:
-                self._read()
-        self._stamp = stamp
-
-    def _read(self) -> None:
-        try:
+            if stamp == self._stamp:
+                return
             self._content = self._load()
         except Exception as failure:  # whatever is wrong with it, the old content still serves
-            self._keep(failure)
+            self._keep(stamp, failure)
         else:
+            self._stamp, self._told = stamp, None
             _LOG.info("read again: %s", ", ".join(self._paths))
 
-    def _keep(self, failure: Exception) -> None:
+    def _keep(self, stamp: Stamp, failure: Exception) -> None:
+        """Content that is wrong is so until it changes. What could not be opened is tried again at
+        every look: neither chmod nor a descriptor that is free again changes a stamp."""
+        self._stamp = () if isinstance(failure, OSError) else stamp
+        if self._told == (told := (stamp, str(failure))):
+            return
+        self._told = told
         paths = ", ".join(self._paths)
         _LOG.error("%s changed and cannot be read; what was read before stays: %s", paths, failure)
 
