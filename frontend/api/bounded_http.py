@@ -1,8 +1,9 @@
 """uvicorn's HTTP protocol with bounds for what a client makes us keep, and how long it may take.
 
 uvicorn and httptools keep a head of any size, and wait for the rest of a request for ever. Where a
-request offers another protocol they lose its body, and of several requests that came at once only
-the last one learns that its client left. It does not know what is asked.
+request offers another protocol they lose its body, of several requests that came at once only the
+last one learns that its client left, and a client of HTTP/1.0 gets chunks, which it does not know.
+It does not know what is asked.
 """
 
 from __future__ import annotations
@@ -78,6 +79,9 @@ class BoundedHttp(HttpToolsProtocol):
         self.same_without_offer = self._without_offer() if self.parser.should_upgrade() else b""
         if not self.same_without_offer:
             super().on_headers_complete()
+            if self.scope["http_version"] == "1.0":
+                cycle: Any = self.cycle
+                cycle.send = _Unframed(cycle)
             while self._unanswered and self._unanswered[0].response_complete:
                 self._unanswered.popleft()
             self._unanswered.append(self.cycle)
@@ -130,6 +134,27 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _who(self) -> dict[str, str]:
         return {"client": self.client[0] if self.client else ""}
+
+
+class _Unframed:
+    """What a cycle sends to a client of HTTP/1.0, as nginx was by default: an answer that has no
+    length ends where its connection does (RFC 9112, 6.1). In place of the cycle's own `send`."""
+
+    def __init__(self, cycle: Any) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._has_length = False
+
+    async def __call__(self, message: Any) -> None:
+        """See ASGI. The cycle keeps count of a length of its own, piece by piece."""
+        if message["type"] == "http.response.start":
+            names = (name.lower() for name, _ in message.get("headers", ()))
+            self._has_length = b"content-length" in names
+            if not self._has_length:
+                self._cycle.chunked_encoding = False
+        elif not self._has_length:
+            self._cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)
 
 
 class _Http1:

@@ -157,3 +157,23 @@ async def test_a_body_that_is_packed_is_refused_by_that_name(tmp_path: Path, cod
             assert answer.status_code == (415 if is_packed else 400)
             assert answer.json()["error"]["type"] == "invalid_request_error"
             assert (coding in answer.json()["error"]["message"]) == is_packed
+
+
+async def test_a_client_of_http_1_0_gets_no_chunks(tmp_path: Path) -> None:
+    """It does not know them (RFC 9112, 6.1): between the events it would read lengths."""
+    body = b'{"prompt": "ab", "max_tokens": 3, "stream": %b}'
+    head = b"POST /v1/completions HTTP/%b\r\ncontent-length: %d\r\nconnection: keep-alive\r\n\r\n"
+    async with stack(tmp_path) as served:
+        port = served.frontend.http_port
+        for streams in (b"true", b"false"):
+            asked = body % streams
+            _, said = await answer_to(port, iter([head % (b"1.0", len(asked)) + asked]))
+            facts, _, text = said.partition(b"\r\n\r\n")
+            assert facts.startswith(b"HTTP/1.1 200 ")
+            assert b"connection: close" in facts
+            assert b"transfer-encoding" not in facts
+            if streams == b"true":
+                assert text.startswith(b"data: {")
+                assert text.endswith(b"}\n\ndata: [DONE]\n\n")
+            else:
+                assert b"content-length: %d\r\n" % len(text) in facts
