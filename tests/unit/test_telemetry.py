@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from tests.otlp import collecting, values_of
-from tidemill.runtime.errors import InvalidRequest
+from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 from tidemill.telemetry import semconv
 from tidemill.telemetry.context import TraceContext, parse
 from tidemill.telemetry.tracer import Tracer
@@ -105,6 +105,28 @@ def test_an_operators_name_for_the_service_is_heeded(
         tracer.start("work", None).end()
         tracer.stop()
         assert set(collector.services.values()) == {name}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "variable", "value"),
+    [
+        ("http://[::1", "", ""),
+        ("http://127.0.0.1:9", "OTEL_EXPORTER_OTLP_COMPRESSION", "zip"),
+        ("http://127.0.0.1:9", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "3s"),
+        ("http://127.0.0.1:9", "OTEL_BSP_SCHEDULE_DELAY", "-1"),
+        ("http://127.0.0.1:9", "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "many"),
+    ],
+)
+def test_what_opentelemetry_cannot_read_is_refused_by_name(
+    endpoint: str, variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each error is one of another type, which ended the start with a trace of Python's."""
+    if variable:
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(FailedPrecondition, match="correct --otlp-endpoint") as refused:
+        Tracer("test", endpoint)
+    assert refused.value.param == "otlp_endpoint"
+    assert endpoint in refused.value.message
 
 
 def test_a_missing_collector_delays_neither_start_nor_stop_for_long() -> None:

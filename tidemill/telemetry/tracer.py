@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tidemill import __version__
-from tidemill.runtime.errors import InvalidRequest
+from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 from tidemill.telemetry.context import TraceContext, epoch_offset_ns
 from tidemill.telemetry.semconv import SCHEMA_URL, Attributes, duplicated, with_old_names
 
@@ -102,26 +102,22 @@ class Tracer:
 
     def __init__(self, service: str, endpoint: str | None, *, sample_ratio: float = 1.0) -> None:
         """`endpoint` None: no exporter, and nothing of OpenTelemetry is imported. `sample_ratio`
-        of the requests that come without a trace are traced; others are as their caller says."""
+        of the requests that come without a trace are traced; others are as their caller says.
+        Raises FailedPrecondition for an endpoint or variables that OpenTelemetry cannot read."""
         self._provider: Any = None
         self._sample_ratio = checked_ratio(sample_ratio)
         self.old_names = duplicated()
         if endpoint is None:
             return
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-        from opentelemetry.sdk.trace import TracerProvider, sampling
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-        plain = not endpoint.startswith("https")
-        exporter = OTLPSpanExporter(endpoint=endpoint, insecure=plain, timeout=_EXPORT_S)
-        facts = Resource.create({"service.name": service, "service.version": __version__})
-        # What operators say comes last: by itself the library lets a program's own words win.
-        resource = facts.merge(OTELResourceDetector().detect())
-        self._provider = TracerProvider(
-            sampler=sampling.ALWAYS_ON, resource=resource, shutdown_on_exit=False
-        )
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        try:
+            self._provider = _provider(service, endpoint)
+        except Exception as failure:  # the library has no type of its own for what it cannot read
+            why = str(failure).rstrip(".")
+            raise FailedPrecondition(
+                f"traces cannot be sent to {endpoint}: {why}; correct --otlp-endpoint, for example "
+                "http://127.0.0.1:4317, or the variable OTEL_* that is meant",
+                param="otlp_endpoint",
+            ) from failure
         self._tracer = self._provider.get_tracer("tidemill", __version__, SCHEMA_URL)
 
     @property
@@ -190,6 +186,23 @@ class Tracer:
         sending.join(_STOP_S)
         if sending.is_alive():
             _LOG.warning("the collector did not take the last spans within %g s", _STOP_S)
+
+
+def _provider(service: str, endpoint: str) -> Any:
+    """Raises what the library does."""
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import TracerProvider, sampling
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    plain = not endpoint.startswith("https")
+    exporter = OTLPSpanExporter(endpoint=endpoint, insecure=plain, timeout=_EXPORT_S)
+    facts = Resource.create({"service.name": service, "service.version": __version__})
+    # What operators say comes last: by itself the library lets a program's own words win.
+    resource = facts.merge(OTELResourceDetector().detect())
+    provider = TracerProvider(sampler=sampling.ALWAYS_ON, resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
 
 
 def _above(parent: TraceContext) -> Any:
