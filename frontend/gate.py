@@ -65,7 +65,13 @@ class _Limits:
         return self._requests is not None or self._tokens is not None
 
     def enter(self, name: str) -> None:
-        """Takes one request. Raises RateLimited where there is none left, or tokens are owed."""
+        """Takes one request. Raises as `check` does."""
+        self.check(name)
+        if self._requests is not None:
+            self._requests.take(name, 1)
+
+    def check(self, name: str) -> None:
+        """Raises RateLimited where there is no request left, or tokens are owed."""
         for allowance, unit in ((self._requests, "requests"), (self._tokens, "tokens")):
             if allowance is not None and (wait_s := allowance.wait_s(name)):
                 raise RateLimited(
@@ -74,8 +80,6 @@ class _Limits:
                     retry_after_ms=max(1, math.ceil(1000 * wait_s)),
                     left=self.headers(name),
                 )
-        if self._requests is not None:
-            self._requests.take(name, 1)
 
     def use(self, name: str, num_tokens: int) -> None:
         """Takes tokens that were used already."""
@@ -144,17 +148,28 @@ class Gate:
 
         return Admitted(caller, use if left else None, left)
 
-    def knows(self, authorization: str, api_key: str) -> bool:
-        """Whether somebody would be let in who asks for nothing but to be recognised."""
+    def knows(self, client: str, authorization: str, api_key: str) -> bool:
+        """Whether somebody would be let in who asks for nothing but to be recognised.
+
+        A wrong key costs a request, and where the address has none left no key is looked at: here
+        too, whoever guesses keys is slowed down. Who shows none, or the right one, pays nothing.
+        """
+        if self._keys.is_empty:
+            return True
+        if not _shown(authorization, api_key):
+            return False
+        address = allowance_name(client) if self._of_address else ""
         try:
-            return self._keys.is_empty or bool(self._name(authorization, api_key))
+            self._of_address.check(address)
+            return bool(self._name(authorization, api_key))
+        except RateLimited:
+            return False
         except Unauthenticated:
+            self._of_address.enter(address)
             return False
 
     def _name(self, authorization: str, api_key: str) -> str:
-        shown = api_key
-        if authorization[: len(_BEARER)].lower() == _BEARER:
-            shown = authorization[len(_BEARER) :].strip()
+        shown = _shown(authorization, api_key)
         if not shown:
             raise Unauthenticated(
                 "You didn't provide an API key. Send it as 'Authorization: Bearer KEY', or as "
@@ -165,3 +180,9 @@ class Gate:
         if name is None:
             raise Unauthenticated("Incorrect API key provided")
         return name
+
+
+def _shown(authorization: str, api_key: str) -> str:
+    if authorization[: len(_BEARER)].lower() == _BEARER:
+        return authorization[len(_BEARER) :].strip()
+    return api_key

@@ -36,7 +36,7 @@ class GateMiddleware:
         headers = Headers(scope=scope)
         shown = headers.get("authorization", ""), headers.get("x-api-key", "")
         if scope["path"] in self._open:
-            scope["state"][STRANGER] = not self._gate.knows(*shown)
+            scope["state"][STRANGER] = not self._gate.knows(ingress.client, *shown)
             await self._app(scope, receive, send)
             return
         try:

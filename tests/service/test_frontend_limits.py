@@ -214,3 +214,26 @@ async def test_answers_of_all_kinds_have_the_headers_that_keep_browsers_safe(
         page = await client.get("/")
         check_safe(page)
         assert page.headers["content-security-policy"].startswith("default-src 'self'")
+
+
+async def test_who_guesses_keys_at_a_route_that_wants_none_is_slowed_down_too(
+    tmp_path: Path,
+) -> None:
+    """/health tells more to a key that is right, so it says which one is: any number of guesses a
+    minute would do there."""
+    made = new_key("alice")
+    async with (
+        stack(tmp_path, api_keys_file=written(tmp_path, made), ip_requests_per_minute=3) as served,
+        served.http() as client,
+    ):
+
+        async def told(*keys: str) -> list[bool]:
+            answers = [await client.get("/health", headers=bearer(key)) for key in keys]
+            assert {answer.status_code for answer in answers} == {200}
+            return ["engines" in answer.json() for answer in answers]
+
+        assert [(await client.get("/health")).status_code for _ in range(5)] == [200] * 5
+        assert await told(*[made.key] * 5) == [True] * 5, "those who probe pay nothing"
+        assert await told("wrong", "wrong", "wrong", made.key) == [False] * 4
+        refused = await client.get("/v1/models", headers=bearer(made.key))
+        assert refused.status_code == 429, "one allowance for all routes"
