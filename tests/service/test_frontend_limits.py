@@ -151,6 +151,10 @@ def test_ten_thousand_addresses_at_one_gate() -> None:
         ({"cors_origins": "https://a.example/"}, "'https://a.example/'"),
         ({"cors_origins": "https://A.example"}, "'https://A.example'"),
         ({"cors_origins": "https://*.example"}, r"https://\*.example"),
+        ({"cors_origins": "*", "cors_methods": "GET,post"}, "cors_methods has 'post'"),
+        ({"cors_origins": "*", "cors_methods": "GET,P\u00d6ST"}, "cors_methods has 'P\u00d6ST'"),
+        ({"cors_origins": "*", "cors_headers": "x-a,x-\u20ac"}, "cors_headers has 'x-\u20ac'"),
+        ({"cors_origins": "*", "cors_headers": "x-a\nx-b"}, r"cors_headers has 'x-a\\nx-b'"),
     ],
 )
 async def test_settings_that_do_not_fit_end_the_start(flags: Any, named: str) -> None:
