@@ -66,10 +66,10 @@ def test_weights_that_do_not_fit_name_their_size_and_what_helps(tmp_path: Path) 
     assert "--dtype" not in refusal(replace(config, dtype="bfloat16")).message
 
 
-def test_tables_that_do_not_fit_name_their_flags() -> None:
-    config = EngineConfig(model="demo", device="cpu", max_rows=1 << 44, num_pages=64)
+def test_pages_that_do_not_fit_name_their_flags() -> None:
+    config = EngineConfig(model="demo", device="cpu", max_rows=7, num_pages=(1 << 31) - 1)
     told = refusal(config).message
-    assert f"--max-rows (now {1 << 44})" in told
+    assert "pass less --num-pages, --memory-fraction, --max-rows (now 7)" in told
 
 
 @pytest.mark.parametrize(
