@@ -41,7 +41,7 @@ class Proxies:
             return peer
         client = peer
         for word in reversed(forwarded_for.split(",")):
-            address = _address(word.strip())
+            address = _address(_without_port(word.strip()))
             if address is None:
                 return client
             client = str(address)
@@ -70,6 +70,13 @@ def allowance_name(address: str) -> str:
     if not isinstance(parsed, ipaddress.IPv6Address):
         return str(parsed or address)
     return str(ipaddress.ip_network((parsed.packed, _V6_PREFIX), strict=False))
+
+
+def _without_port(word: str) -> str:
+    """The address of an entry: some gateways write their caller's port too, [::1]:50 of IPv6."""
+    if word.startswith("["):
+        return word[1:].partition("]")[0]
+    return word.partition(":")[0] if word.count(":") == 1 else word
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
