@@ -19,6 +19,7 @@ from frontend.api.cors import cors_options
 from frontend.api.document import DocumentedApp, documented
 from frontend.api.embeddings import embeddings_routes
 from frontend.api.gated import GateMiddleware
+from frontend.api.heads import with_heads
 from frontend.api.health import health_routes
 from frontend.api.http import (
     IngressMiddleware,
@@ -78,13 +79,13 @@ def build_http(desk: FrontDesk, gate: Gate) -> FastAPI:
         return JsonResponse(await unless_gone(request.receive, work))
 
     # Behind those above, which are asked most: routes are tried one after the other.
-    app.include_router(admin_routes(desk))
+    app.include_router(with_heads(admin_routes(desk)))
     app.include_router(classify_routes(desk))
     app.include_router(embeddings_routes(desk))
-    app.include_router(health_routes(desk))
+    app.include_router(with_heads(health_routes(desk)))
     app.include_router(job_routes(desk))
     app.include_router(messages_routes(desk))
-    app.include_router(oip_routes(desk))
+    app.include_router(with_heads(oip_routes(desk)))
     app.include_router(rerank_routes(desk))
     app.include_router(responses_routes(desk))
     app.include_router(page_routes(desk))
