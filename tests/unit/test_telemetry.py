@@ -111,6 +111,9 @@ def test_an_operators_name_for_the_service_is_heeded(
     ("endpoint", "variable", "value"),
     [
         ("http://[::1", "", ""),
+        ("http://", "", ""),
+        ("https://:4317", "", ""),
+        ("http://127.0.0.1:99999", "", ""),
         ("http://127.0.0.1:9", "OTEL_EXPORTER_OTLP_COMPRESSION", "zip"),
         ("http://127.0.0.1:9", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "3s"),
         ("http://127.0.0.1:9", "OTEL_BSP_SCHEDULE_DELAY", "-1"),

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from tidemill import __version__
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
@@ -196,6 +197,7 @@ def _provider(service: str, endpoint: str) -> Any:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     plain = not endpoint.startswith("https")
+    _check_host(endpoint)
     exporter = OTLPSpanExporter(endpoint=endpoint, insecure=plain, timeout=_EXPORT_S)
     facts = Resource.create({"service.name": service, "service.version": __version__})
     # What operators say comes last: by itself the library lets a program's own words win.
@@ -203,6 +205,13 @@ def _provider(service: str, endpoint: str) -> Any:
     provider = TracerProvider(sampler=sampling.ALWAYS_ON, resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
+
+
+def _check_host(endpoint: str) -> None:
+    """Raises ValueError for what nobody can be called by, which the library takes."""
+    asked = urlsplit(endpoint)
+    if asked.scheme in ("http", "https") and (not asked.hostname or asked.port == 0):
+        raise ValueError("it names no host, or a port that nobody has")
 
 
 def _above(parent: TraceContext) -> Any:
