@@ -103,6 +103,7 @@ class PaddedSteps:
         self.ran: list[Bucket] = []
         """The bucket of every step that found one."""
         self._program, self._buckets, self._spoil = program, buckets, spoil
+        program.tables.pages.tells_late = True  # as those of a GPU, which alone has graphs
 
     def run(self, layout: StepLayout) -> DecideResult | None:
         bucket = find_bucket(layout, self._buckets)
@@ -165,7 +166,6 @@ def make_llm(folder: Path, backend: str) -> LLM:
 
 def pad_steps(llm: LLM, *, block: int, spoil: Spoil | None = None) -> PaddedSteps:
     runner = llm.engine.executor._runner
-    runner._tables.pages.tells_late = True  # as those of a GPU, which alone has graphs
     buckets = list_buckets(
         max_rows=ROWS, block=block, max_decide=block, token_budget=256, logit_limit=256
     )
