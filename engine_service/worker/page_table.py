@@ -1,7 +1,7 @@
 """Which pages hold a row's keys and values: on the host, and in the device's copy that steps read.
 
 Of many rows that decode, one or another gets a page in every step. A copy and a kernel of their own
-between two replayed steps cost 90 to 125 us on an H200 (docs/performance.md), so a single page is
+between two replayed steps cost 90 to 175 us on an H200 (docs/performance.md), so a single page is
 told late: among the arrays of the next step of its row. It does not know requests.
 """
 

@@ -35,7 +35,7 @@ class Requests:
         self.lengths = dict[int, int]()
         self.num_read = 0
 
-    def turn(self, *, tells: bool = True) -> bool:
+    def turn(self) -> bool:
         """One step; whether it reads what the host holds."""
         rng, table, appends = self.rng, self.table, list[PageAppend]()
         for row in range(NUM_ROWS):
@@ -58,8 +58,7 @@ class Requests:
             return True
         self.num_read += len(rows)
         is_same = lines_of(table, rows).tolist() == table.on_host[rows].tolist()
-        if tells:
-            table.told(np.array(rows))
+        table.told(np.array(rows))
         return is_same
 
 
