@@ -31,8 +31,11 @@ _LEAST_ROWS = 128
 """Fewer are not tried: reading the weights is all, and a tile has as many rows."""
 MANY_ROWS = 512
 """Of more the device draws all the power there is, and its clock settles by what a tile needs."""
-_START_OUTPUTS, _SHARED = 8, 1.06
-"""What a tile takes beside its outputs, in outputs, and how much longer a shared one takes."""
+_START_OUTPUTS, _LOW_START = 8, 29
+"""What a tile takes beside its outputs, in outputs; and one of half as many rows."""
+_SHARED, _ALONE = 1.06, 1.04
+"""How much longer a tile takes that two warp groups share; and, where a multiprocessor has one tile
+only, one that one of them computes while the other has none."""
 _MANY_START, _TALL_START = 26, 20
 """Of many rows: what 128 rows of a tile take beside its outputs, and of one that has 256."""
 
@@ -68,11 +71,15 @@ _WIDE = GatedTile(128, 224, False, (2, 1))
 _BESIDE = (
     GatedTile(128, 192, True, (1, 2)),
     GatedTile(128, 128, True, (1, 2)),
+    GatedTile(128, 128, False, (1, 2)),
     GatedTile(128, 224, False, (1, 2)),
 )
 """Clusters that load the same rows: none is half empty where the rows are those of one tile, or of
 three. Of long prompts they are a third slower: each wave reads most of the weights."""
-TILES = (*_BELOW, *_TALL, _WIDE, *_BESIDE)
+_LOW, _LEAST_LOW = GatedTile(64, 192, True, (2, 1)), 0.93
+"""Twice as many of 128 rows, for outputs of which larger tiles leave a quarter of the device idle;
+and the share of it that these must fill."""
+TILES = (*_BELOW, *_TALL, _WIDE, *_BESIDE, _LOW)
 
 
 def gated_product(
@@ -96,16 +103,21 @@ def gated_product(
 def choose_tile(num_rows: int, out_size: int, num_sms: int) -> GatedTile | None:
     """That which takes least, of those that leave little of the device idle; None: the library's
     product and a gate take no longer. Measured on H100s from 128 to 12,288 rows, those of many rows
-    each by itself until the clock had settled (docs/performance.md)."""
+    each by itself until the clock had settled, and on an H200 at 128 (docs/performance.md)."""
     if num_rows < _LEAST_ROWS:
         return None
     tiles: tuple[GatedTile, ...] = (*_TALL, *_BELOW)
     if num_rows <= MANY_ROWS:
-        tiles = _BESIDE if num_rows == _LEAST_ROWS else (*_BELOW, _WIDE, _BESIDE[0])
+        one_row = num_rows == _LEAST_ROWS
+        tiles = (*_BESIDE, _LOW) if one_row else (*_BELOW, _WIDE, _BESIDE[0])
     # Of one row of tiles reading the weights is most.
     least = 0.7 if num_rows == _LEAST_ROWS else 0.8
     judged = [(*_judge(tile, num_rows, out_size, num_sms), tile) for tile in tiles]
-    filling = [(takes, tile) for takes, share, tile in judged if share >= least]
+    filling = [
+        (takes, tile)
+        for takes, share, tile in judged
+        if share >= (_LEAST_LOW if tile is _LOW else least)
+    ]
     return min(filling, key=lambda of: of[0])[1] if filling else None
 
 
@@ -119,7 +131,10 @@ def _judge(tile: GatedTile, num_rows: int, out_size: int, num_sms: int) -> tuple
     if num_rows > MANY_ROWS:
         takes = tile.rows / 128 * (tile.outputs + (_TALL_START if tile in _TALL else _MANY_START))
     else:
-        takes = (tile.outputs + _START_OUTPUTS) * (1.0 if tile.pingpong else _SHARED)
+        start = _START_OUTPUTS if tile.rows == 128 else _LOW_START
+        takes = tile.rows / 128 * tile.outputs + start
+        if tile.pingpong == (waves == 1):
+            takes *= _ALONE if tile.pingpong else _SHARED
     return waves * takes, filled(cluster, num_rows, out_size, num_clusters)
 
 
