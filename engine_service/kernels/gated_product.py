@@ -141,7 +141,7 @@ def _judge(tile: GatedTile, num_rows: int, out_size: int, num_sms: int) -> tuple
 class Quack:
     """The kernel on one device."""
 
-    def __init__(self, num_sms: int) -> None:
+    def __init__(self, num_sms: int, tiles: Sequence[GatedTile] = TILES) -> None:
         """Raises ImportError, and whatever versions that do not fit raise."""
         keep_compiled()
         from quack.gemm_config import GemmConfig
@@ -159,7 +159,7 @@ class Quack:
                 is_dynamic_persistent=False,
                 device_capacity=_HOPPER,
             )
-            for tile in TILES
+            for tile in tiles
         }
         self._works: dict[torch.dtype, set[GatedTile]] = {}
 
@@ -185,7 +185,7 @@ class Quack:
     def _try_all(self, dtype: torch.dtype, device: torch.device) -> set[GatedTile]:
         """Those that work. What is wrong with several is told once."""
         by_fault: dict[str | None, list[GatedTile]] = {}
-        for tile in TILES:
+        for tile in self._configs:
             by_fault.setdefault(self._try(tile, dtype, device), []).append(tile)
         works = by_fault.pop(None, [])
         for fault, tiles in by_fault.items():
