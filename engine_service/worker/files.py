@@ -17,6 +17,9 @@ from engine_service.worker.json_files import read_json
 from tidemill.runtime.errors import InvalidRequest, NotFound, ServiceError, Unsupported
 
 _INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+"""All weights, whatever stands beside it: variants such as model.fp16.safetensors are the same ones
+again."""
 _PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -50,6 +53,8 @@ class Stored(NamedTuple):
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, checked to exist; raises NotFound otherwise."""
     index = read_json(folder / _INDEX)
+    if index is None and (folder / _WHOLE).is_file():
+        return [folder / _WHOLE]
     if index is None:
         found = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
         if found:

@@ -298,6 +298,15 @@ def test_files_of_another_layout_are_found(tmp_path: Path) -> None:
     ]
 
 
+def test_variants_beside_the_weights_are_not_read(tmp_path: Path, seed: int) -> None:
+    tensors = random_tensors(seed)
+    write(tmp_path, tensors)
+    halves = {name: tensor.half() for name, tensor in tensors.items()}
+    save_file(halves, tmp_path / "model.fp16.safetensors")
+    for name, slot in views_of(load(tmp_path)).items():
+        assert torch.equal(slot, tensors[name]), name
+
+
 def test_dummy_weights_depend_on_seed_and_name_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     first, again, other = (
