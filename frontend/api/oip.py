@@ -20,8 +20,9 @@ from pydantic import ValidationError
 from frontend.api.finished import check_finished
 from frontend.api.not_served import refuse_unserved
 from frontend.api.oip_tensors import Tensor, decoded, no_parameter
-from frontend.api.openai_request import invalid, to_completion
+from frontend.api.openai_request import to_completion
 from frontend.api.openai_schema import CompletionBody
+from frontend.api.wrong_fields import invalid
 from frontend.desk import FrontDesk
 from frontend.generation import Generation
 from frontend.request import Ingress, TextRequest
@@ -122,10 +123,11 @@ def to_request(
     if excludes is not None:
         kept["echo"] = not excludes
     asked = kept | {"model": model, "prompt": prompts}
+    asked |= {"logprobs": 0} if logprobs else {}
     try:
-        body = CompletionBody.model_validate(asked | ({"logprobs": 0} if logprobs else {}))
+        body = CompletionBody.model_validate(asked)
     except ValidationError as failure:
-        raise invalid(failure) from failure
+        raise invalid(failure, asked) from failure
     refuse_unserved(body)
     if body.model_extra:
         name = next(iter(body.model_extra))

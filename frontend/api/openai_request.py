@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from frontend.api.openai_schema import (
 )
 from frontend.api.openai_tools import with_arguments, with_tools
 from frontend.api.structured import to_constraint
+from frontend.api.wrong_fields import invalid, short
 from frontend.request import Beam, Chat, Decoding, Options, Prompt, Sampling, TextRequest
 from frontend.validation import check_streamed
 from tidemill.nesting import MAX_DEPTH, is_too_deep
@@ -60,21 +60,9 @@ def as_body(given: dict[str, Any], kind: type[Parsed]) -> Parsed:
     try:
         parsed = kind.model_validate(given)
     except ValidationError as failure:
-        raise invalid(failure) from failure
+        raise invalid(failure, given) from failure
     refuse_unserved(parsed)
     return parsed
-
-
-def invalid(failure: ValidationError) -> InvalidRequest:
-    """The first fault, which names its field."""
-    first = failure.errors(include_url=False, include_context=False)[0]
-    param = _path(first["loc"])
-    given = "" if first["type"] == "missing" else f" (got {_short(first['input'])})"
-    said = first["msg"]
-    is_huge = isinstance(first["input"], float) and abs(first["input"]) >= 2**63
-    if first["type"] == "int_type" and is_huge:
-        said = "Input should be an integer of at most 64 bits"  # JSON's reader makes such a float
-    return InvalidRequest(f"{param}: {said}{given}", param=param)
 
 
 def to_completion(body: CompletionBody) -> TextRequest:
@@ -231,7 +219,7 @@ def _prompts(given: object) -> tuple[Prompt, ...]:
         raise InvalidRequest("prompt is empty; it needs at least one token", param="prompt")
     raise InvalidRequest(
         "prompt must be a string, a list of strings, a list of token ids or a list of lists of "
-        f"token ids (got {_short(given)})",
+        f"token ids (got {short(given)})",
         param="prompt",
     )
 
@@ -252,7 +240,7 @@ def to_message(message: Message, place: str) -> dict[str, Any]:
     calls = beside.get("tool_calls", [])
     if not isinstance(calls, list):
         raise InvalidRequest(
-            f"{place}.tool_calls must be a list (got {_short(calls)})", param=f"{place}.tool_calls"
+            f"{place}.tool_calls must be a list (got {short(calls)})", param=f"{place}.tool_calls"
         )
     if calls:
         beside["tool_calls"] = [with_arguments(call, f"{place}.tool_calls") for call in calls]
@@ -279,21 +267,3 @@ def _part_text(part: object, param: str) -> str:
     if not isinstance(text, str):
         raise InvalidRequest(f"{param}: a {kind} part needs a string in `{field}`", param=param)
     return text
-
-
-def _path(loc: tuple[int | str, ...]) -> str:
-    """messages[0].content from pydantic's location, without the names of tried types."""
-    path = ""
-    for part in loc:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
-            path += f".{part}" if path else part
-        else:
-            break
-    return path or "body"
-
-
-def _short(value: object) -> str:
-    text = reprlib.repr(value)  # repr itself fails on what is nested 1000 times
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
-from frontend.api.openai_request import invalid
 from frontend.api.responses_schema import Includes
+from frontend.api.wrong_fields import invalid
 
 
 class Query(BaseModel):
@@ -71,7 +71,7 @@ def read_query(request: Request, kind: type[Asked]) -> Asked:
     try:
         return kind.model_validate(given)
     except ValidationError as failure:
-        raise invalid(failure) from failure
+        raise invalid(failure, given) from failure
 
 
 def documented_query(kind: type[Query]) -> dict[str, Any]:

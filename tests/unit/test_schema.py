@@ -120,7 +120,7 @@ def test_other_prompts_are_refused(prompt: object) -> None:
         ({"temperature": "hot"}, "temperature"),
         ({"max_tokens": 2**40}, "max_tokens"),
         ({"n": "many"}, "n"),
-        ({"stop": [1]}, "stop"),
+        ({"stop": [1]}, "stop[0]"),
         ({"logit_bias": {"word": 1}}, "logit_bias.word"),
         ({"stream_options": 3}, "stream_options"),
         ({"messages": []}, "messages"),
