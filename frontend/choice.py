@@ -211,7 +211,9 @@ class Choice:
         else:
             said = reading.read(shown.text, is_last=is_last)
         shown.text, shown.reasoning, shown.calls, shown.parts = said
-        if shown.finish_reason == "stop" and reading.has_calls:
+        # What the client's own stop has cut off is no call to be made.
+        is_whole = shown.stop_reason is None or not reading.is_cut_off
+        if shown.finish_reason == "stop" and reading.has_calls and is_whole:
             shown.finish_reason = "tool_calls"
 
     def _echo(self, shown: TextDelta) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import orjson
+
 from frontend.parsers.base import (
     Arguments,
     CallBegun,
@@ -56,6 +58,17 @@ class Reading:
         self._parser = parser
         self._most_calls = most_calls
         self.has_calls = False
+        self._arguments: list[str] = []
+        """Those of the call that came last."""
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the arguments of the last call are not whole."""
+        try:
+            orjson.loads("".join(self._arguments) or "{}")
+        except orjson.JSONDecodeError:
+            return True
+        return False
 
     def num_reasoning(self, starts: Sequence[int]) -> int:
         """How many tokens, whose texts start at these places, in order, are reasoning."""
@@ -75,8 +88,15 @@ class Reading:
                 _add_text(parts, event)
             elif self._most_calls is None or event.call < self._most_calls:
                 _add_call(parts, event)
-                self.has_calls = True
+                self._follow(event)
         return _said(parts)
+
+    def _follow(self, event: CallBegun | Arguments) -> None:
+        self.has_calls = True
+        if isinstance(event, CallBegun):
+            self._arguments = []
+        else:
+            self._arguments.append(event.text)
 
     def read_singly(self, texts: Sequence[str], *, is_last: bool) -> tuple[Said, list[list[Part]]]:
         """`read` of texts that come one behind the other, and what came with each of them."""

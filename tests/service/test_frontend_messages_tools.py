@@ -113,6 +113,19 @@ async def test_a_call_that_is_cut_off_is_told_as_it_stands(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("streams", [False, True])
+async def test_a_call_that_a_stop_sequence_cuts_off_is_not_to_be_made(
+    tmp_path: Path, streams: bool
+) -> None:
+    async with sdk(tmp_path) as (_, client):
+        cut = await ask(client, streams, SAID, tools=TOOLS, stop_sequences=['}"]'])
+        whole = await ask(client, streams, SAID, tools=TOOLS, stop_sequences=["</tool_call>"])
+    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", '}"]')
+    assert shown(cut)[-1][:2] == ("tool_use", "f")
+    assert whole.stop_reason == "tool_use"
+    assert shown(whole) == [("text", "It is."), ("tool_use", "f", CALLS[0])]
+
+
+@pytest.mark.parametrize("streams", [False, True])
 async def test_a_call_that_nests_too_deeply_is_told_as_it_stands(
     tmp_path: Path, streams: bool
 ) -> None:

@@ -126,6 +126,20 @@ async def test_a_stream_says_the_same_for_deltas_of_any_size(tmp_path: Path, per
     assert [(c["name"], c["arguments"]) for c in calls] == [("get_weather", ARGUMENTS)] * 2
 
 
+@pytest.mark.parametrize("per_step", [1, 500])
+async def test_a_call_that_a_stop_string_cuts_off_is_not_to_be_made(
+    tmp_path: Path, per_step: int
+) -> None:
+    engine = {"tokens_per_step": per_step}
+    async with serving(tmp_path, engine=engine) as served, sdk(served) as client:
+        cut = await streamed(client, **asking(stop="rich"))
+        whole = await streamed(client, **asking(stop="</tool_call>"))
+    assert cut["finish"] == "stop"
+    assert [one["arguments"] for one in cut["calls"]] == ['{"city": "Zü']
+    assert whole["finish"] == "tool_calls"
+    assert [one["arguments"] for one in whole["calls"]] == [ARGUMENTS]
+
+
 async def test_calls_alone_leave_the_content_null(tmp_path: Path) -> None:
     async with serving(tmp_path) as served, sdk(served) as client:
         answer = await client.chat.completions.create(**asking(CALL))
