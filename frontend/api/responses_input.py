@@ -55,6 +55,12 @@ def _item(given: InputItem, suffix: str) -> dict[str, Any]:
 
 
 def _parts(content: str | list[dict[str, Any]] | None, kind: str) -> list[dict[str, Any]]:
-    texts = [content] if isinstance(content, str) else [one.get("text") for one in content or ()]
+    parts = [{"text": content}] if isinstance(content, str) else content or ()
+    return [_part(part, kind) for part in parts]
+
+
+def _part(given: dict[str, Any], kind: str) -> dict[str, Any]:
+    if given.get("type") == "refusal":
+        return {"type": "refusal", "refusal": given.get("refusal")}
     beside: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
-    return [{"type": kind, "text": str(text or ""), **beside} for text in texts]
+    return {"type": kind, "text": str(given.get("text") or ""), **beside}

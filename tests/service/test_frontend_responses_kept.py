@@ -83,6 +83,18 @@ async def test_input_items(tmp_path: Path) -> None:
         assert await items(raw, "resp_none") == "id"
 
 
+async def test_a_refusal_of_an_earlier_answer_stays_one(tmp_path: Path) -> None:
+    said: list[Any] = [
+        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "content": [
+            {"type": "refusal", "refusal": "no"}]},
+        {"role": "user", "content": "why"},
+    ]  # fmt: skip
+    async with stack(tmp_path) as served, sdk(served) as client, served.http() as raw:
+        made = await client.responses.create(model="fake", input=said, max_output_tokens=1)
+        (told, _) = (await items(raw, made.id, order="asc"))["data"]
+    assert told == ITEM.validate_python(told).model_dump(exclude_none=True) == said[0]
+
+
 async def read(raw: httpx.AsyncClient, name: str, **query: Any) -> list[Any]:
     answer = await raw.get(f"/v1/responses/{name}", params={"stream": "true", **query})
     assert answer.status_code == 200, answer.text
