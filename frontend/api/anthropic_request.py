@@ -136,10 +136,22 @@ def _tools(tools: Sequence[Tool]) -> list[ToolBody]:
 
 
 def _choice(body: CountTokensBody) -> ToolChoice:
-    """`tool_choice` in OpenAI's words."""
+    """`tool_choice` in OpenAI's words. Raises InvalidRequest, in the client's, for a call that is
+    forced and cannot be."""
     choice = body.tool_choice
     if choice is None or choice.type in ("auto", "none"):
         return None if choice is None else choice.type
+    if not body.tools:
+        raise InvalidRequest(
+            f"tool_choice is of type {choice.type}, and there are no tools; send some, or leave it "
+            "out",
+            param="tool_choice",
+        )
+    if choice.type == "tool" and not choice.name:
+        raise InvalidRequest(
+            "tool_choice.name is missing; name one of tools, or set the type to any",
+            param="tool_choice.name",
+        )
     if choice.type == "any":
         return "required"
     return {"type": "function", "function": {"name": choice.name}}

@@ -218,7 +218,8 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "a tool's name": ({"tools": [{**TOOL, "name": "a b"}]}, 400, "tools[0].name"),
     "a server's tool": ({"tools": [{**TOOL, "type": "web_search"}]}, 400, "tools[0]"),
     "no schema": ({"tools": [{"name": "f"}]}, 400, "tools[0].input_schema"),
-    "any": ({"tools": [], "tool_choice": {"type": "any"}}, 400, "tool_choice"),
+    "any": ({"tools": [], "tool_choice": {"type": "any"}}, 400, "is of type any, and there are no"),
+    "unnamed": ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, 400, "tool_choice.name is mis"),
     "one": ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, 400, "tool_choice"),
     "a budget": (
         {"thinking": {"type": "enabled", "budget_tokens": 1024}},
