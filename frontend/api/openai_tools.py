@@ -22,12 +22,18 @@ INVALID_JSON = "INVALID_JSON"
 
 
 def with_tools(
-    chat: Chat, tools: Sequence[ToolBody], choice: ToolChoice, *, parallel: bool | None
+    chat: Chat,
+    tools: Sequence[ToolBody],
+    choice: ToolChoice,
+    *,
+    parallel: bool | None,
+    by_name: str = '{"type": "function", "function": {"name": ...}}',
 ) -> Chat:
-    """The chat with the tools that the model is told of, and with what it must call of them.
+    """The chat with the tools that the model is told of (none for the choice `none`), and with what
+    it must call of them. `by_name` is how clients write the choice of one tool.
 
-    None are told of for the choice `none`. Raises InvalidRequest for names that are not unique,
-    parameters that are no object, and a choice that is none or names no tool.
+    Raises InvalidRequest for names that are not unique, parameters that are no object, and a
+    choice that is none or names no tool.
     """
     names = dict[str, None]()  # looked up and not searched: a body may hold tens of thousands
     for i, tool in enumerate(tools):
@@ -48,11 +54,8 @@ def with_tools(
     called = _chosen_name(choice)
     must_call = choice == "required" or bool(called)
     if not (must_call or choice in (None, "none", "auto")):
-        raise InvalidRequest(
-            "tool_choice must be none, auto, required or "
-            '{"type": "function", "function": {"name": ...}}',
-            param="tool_choice",
-        )
+        said = f"tool_choice must be none, auto, required or {by_name}"
+        raise InvalidRequest(said, param="tool_choice")
     if must_call and (not names or called not in ("", *names)):
         raise InvalidRequest(
             f"tool_choice is {called or 'required'!r}, and tools has "

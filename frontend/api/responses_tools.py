@@ -17,6 +17,9 @@ from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 _SYNTAXES = ("lark", "regex")
 _MODES = ("auto", "required")
+_BY_NAME = (
+    '{"type": "function", "name": ...}, with custom or allowed_tools in the place of function'
+)
 _NOT_SERVED: Mapping[str, object] = MappingProxyType(
     {"async": False, "defer_loading": False, "allowed_callers": ["direct"]}
 )
@@ -35,7 +38,9 @@ def with_tools_of(body: ResponsesBody, chat: Chat) -> Chat:
     choice = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         tools, choice = _allowed(tools, choice)
-    chat = with_tools(chat, tools, _choice(choice), parallel=body.parallel_tool_calls)
+    chat = with_tools(
+        chat, tools, _choice(choice), parallel=body.parallel_tool_calls, by_name=_BY_NAME
+    )
     return replace(chat, input_formats=formats)
 
 
