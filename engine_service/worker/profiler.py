@@ -1,26 +1,31 @@
 """Records what the device and the host do, step by step, as a Chrome trace.
 
-It does not know steps: everything between start and stop is in it.
+It does not know steps: everything between start and stop is in it. The engine stands still while
+it starts and stops, so it takes the short ways: `torch.profiler` imports all of torch's compiler
+to start (3 s), and compresses what it recorded a line at a time (25 s for 100,000 operators).
 """
 
 from __future__ import annotations
 
+import gzip
 import os
+import shutil
+import tempfile
 import time
 from pathlib import Path
 
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
+
+PIECE_BYTES = 1 << 20
 
 
 class TorchProfiler:
     """torch's profiler. Everything is kept in memory until `stop`: seconds, not minutes."""
 
     def __init__(self, *, records_cuda: bool) -> None:
-        self._activities = [ProfilerActivity.CPU]
-        if records_cuda:
-            self._activities.append(ProfilerActivity.CUDA)
+        self._device = "cuda" if records_cuda else None
         self._running: tuple[profile, Path] | None = None
 
     def start(self, directory: str) -> None:
@@ -40,8 +45,8 @@ class TorchProfiler:
             ) from failure
         if not os.access(folder, os.W_OK):
             raise InvalidRequest(f"cannot write to {directory!r}", param="directory")
-        recorder = profile(activities=self._activities)
-        recorder.start()
+        recorder = profile(use_device=self._device, use_kineto=True)
+        recorder.__enter__()
         self._running = (recorder, folder)
 
     def stop(self) -> list[str]:
@@ -49,7 +54,11 @@ class TorchProfiler:
         if self._running is None:
             raise FailedPrecondition("no profile is being recorded", reason="NOT_PROFILING")
         (recorder, folder), self._running = self._running, None
-        recorder.stop()
+        recorder.__exit__(None, None, None)
         path = folder / f"rank0-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json.gz"
-        recorder.export_chrome_trace(str(path))
+        with tempfile.TemporaryDirectory() as aside:
+            plain = Path(aside) / "trace.json"
+            recorder.export_chrome_trace(str(plain))
+            with plain.open("rb") as read, gzip.open(path, "wb", compresslevel=1) as packed:
+                shutil.copyfileobj(read, packed, PIECE_BYTES)
         return [str(path)]
