@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import ssl
 import time
 from email.utils import formatdate
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.certificates import Authority
 from tidemill.commands import batch_requests
 from tidemill.commands.batch_lines import Request
 from tidemill.commands.batch_requests import Outcome, Server, base_url, pause_s, retry_after_s
@@ -116,6 +119,27 @@ async def test_lasting_failures_are_not(status: int, monkeypatch: pytest.MonkeyP
     assert (outcome.failure, asking.num_asked) == (f"HTTP {status}", 1)
     assert outcome.line["response"]["body"] == {"error": {"message": "no"}}
     assert outcome.line["error"] is None
+
+
+@pytest.mark.parametrize("secure", [True, False])
+async def test_tls_that_cannot_be_used_is_told_and_not_tried_again(
+    secure: bool, tmp_path: Path
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*Authority(tmp_path, "ca").sign("server"))
+
+    async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    told: list[str] = []
+    listener = await asyncio.start_server(refuse, "127.0.0.1", 0, ssl=context if secure else None)
+    port = listener.sockets[0].getsockname()[1]
+    async with listener, httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}") as client:
+        request = Request(1, "a", "/v1/completions", json.dumps(BODY).encode())
+        outcome = await Server(client, 1, told.append).ask(request)
+    assert (told, outcome.line["error"]["code"]) == ([], "no_connection")
+    assert ("SSL_CERT_FILE" if secure else "speaks no TLS") in outcome.failure
 
 
 async def test_no_answer_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

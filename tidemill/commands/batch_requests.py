@@ -5,6 +5,7 @@ It does not know files.
 
 import asyncio
 import random
+import ssl
 import time
 from collections.abc import Callable
 from email.utils import mktime_tz, parsedate_tz
@@ -76,6 +77,8 @@ class Server:
             response = await self._client.post(request.url, content=request.content)
         except _GONE as failure:
             outcome = _unanswered(request, "no_connection", failure)
+            if lasting := _tls_failure(failure):
+                return outcome._replace(failure=f"no_connection: {lasting}")
             return outcome._replace(is_passing=True)
         except httpx.TimeoutException as failure:
             return _unanswered(request, "timeout", failure)
@@ -163,6 +166,19 @@ def _answered(request: Request, response: httpx.Response) -> Outcome:
         is_passing=status in _TRY_AGAIN,
         told_s=retry_after_s(response.headers.get("retry-after", ""), time.time()),
     )
+
+
+def _tls_failure(failure: BaseException) -> str:
+    """Why no later attempt finds TLS that can be used there; "" if one may."""
+    cause: BaseException | None = failure
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            why = cause.verify_message
+            return f"its certificate is not trusted ({why}); name its CA in SSL_CERT_FILE"
+        if isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER":
+            return "it speaks no TLS; pass --url http://..."
+        cause = cause.__cause__ or cause.__context__
+    return ""
 
 
 def _unanswered(request: Request, code: str, failure: httpx.RequestError) -> Outcome:
