@@ -163,7 +163,8 @@ def test_refusals_of_the_environment(capsys: pytest.CaptureFixture[str]) -> None
         ("lenght: 3\n", "unknown key in"),
         ("lenght: 3\n", "did you mean length?"),
         ("- 3\n", "expected a mapping"),
-        ("length: long\n", "'long' is not INT"),
+        ("length: long\n", "boat.yaml: length: 'long' is not INT"),
+        ("rig: yawl\n", "boat.yaml: rig: 'yawl' is not {sloop,ketch}"),
         ("length: [\n", "expected the node content"),
     ],
 )

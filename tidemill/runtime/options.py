@@ -204,7 +204,10 @@ def _words_of_file(
             raise ValueError(f"{path}: {keys[name]} and {key} are the same; leave one of them out")
         said[name], keys[name] = meant, key
     _refuse_unknown(f"key in {path}:", said, known, advice)
-    return [flag_of(name, value) for name, value in said.items()]
+    return [
+        flag_of(name, _convert_from(f"{path}: {keys[name]}", known[name], value))
+        for name, value in said.items()
+    ]
 
 
 def _setting_of_key(
@@ -240,15 +243,19 @@ def _joined(key: str, listed: list[Any], setting: Setting) -> str:
 
 
 def _words_of_environment(environ: Mapping[str, str], known: Mapping[str, Setting]) -> list[str]:
-    words = []
-    for name, setting in known.items():
-        variable = f"TIDEMILL_{name.upper()}"
-        try:
-            if text := environ.get(variable):
-                words.append(flag_of(name, _convert(setting.hint, text)))
-        except argparse.ArgumentTypeError as error:
-            raise ValueError(f"{variable}: {error}") from None
-    return words
+    return [
+        flag_of(name, _convert_from(variable, setting, text))
+        for name, setting in known.items()
+        if (text := environ.get(variable := f"TIDEMILL_{name.upper()}"))
+    ]
+
+
+def _convert_from(where: str, setting: Setting, value: object) -> Any:
+    """Raises ValueError, naming `where` it was said."""
+    try:
+        return _convert(setting.hint, value if isinstance(value, str) else json.dumps(value))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _refuse_unknown(
