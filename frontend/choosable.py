@@ -5,12 +5,13 @@ It does not know grammars: the engine compiles them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from frontend.gap import of_suffix
-from frontend.request import Options
+from frontend.request import Options, TextRequest
 from tidemill.runtime.errors import InvalidRequest, ServiceError, Unsupported
 from tidemill.structured import Constraint
 
@@ -68,6 +69,20 @@ def as_restricted(failure: ServiceError | None, options: Options) -> ServiceErro
         return failure
     message = f"{failure.message}. It has {' and '.join(names)}; allow more"
     return InvalidRequest(message, reason=failure.reason, param=names[0])
+
+
+def as_requested(refused: ServiceError, request: TextRequest) -> ServiceError:
+    """The engine's refusal of a request in the words of who asked."""
+    options = request.options
+    echoes = options.echo and options.prompt_logprobs is None
+    refused = as_asked(refused, options.constraint, request.suffix, echoes=echoes)
+    message = refused.message
+    for name, called in request.names.items():
+        message = re.sub(rf"\b{re.escape(name)}\b", called, message)
+    param = None if refused.param is None else request.called(refused.param)
+    if (message, param) == (refused.message, refused.param):
+        return refused
+    return type(refused)(message, reason=refused.reason, param=param, facts=refused.facts)
 
 
 def as_asked(

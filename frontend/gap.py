@@ -41,16 +41,18 @@ def check_gap(request: TextRequest, facts: EngineFacts) -> None:
     max_tokens, least = request.options.sampling.max_tokens, request.options.sampling.min_tokens
     if max_tokens is not None and least is not None and least > max_tokens > 0:
         # The engine is told of the suffix too, and would take as much for the answer's length.
+        name = request.called("min_tokens")
         raise InvalidRequest(
-            f"min_tokens is {least}; it must be a whole number in [0, {max_tokens}], the length of "
+            f"{name} is {least}; it must be a whole number in [0, {max_tokens}], the length of "
             "the gap.",
-            param="min_tokens",
+            param=name,
         )
     if max_tokens == 0:
+        name = request.called("max_tokens")
         raise InvalidRequest(
-            "max_tokens is 0, and suffix needs a gap to be filled; max_tokens is the length of the "
-            "gap: set it to 1 or more",
-            param="max_tokens",
+            f"{name} is 0, and suffix needs a gap to be filled; {name} is the length of the gap: "
+            "set it to 1 or more",
+            param=name,
         )
 
 

@@ -16,7 +16,7 @@ from frontend.beam_call import BeamCall, search
 from frontend.call import Call
 from frontend.calling import with_calls
 from frontend.choice import Choice, PromptView
-from frontend.choosable import as_asked, as_restricted
+from frontend.choosable import as_requested, as_restricted
 from frontend.fleet.route import Route
 from frontend.gap import check_gap, check_suffix_ids, check_suffix_len, fit_prompt
 from frontend.messages import Delta, Finish, FinishReason, Sequence, Timings, Usage
@@ -260,11 +260,7 @@ class Generation:
             except TimeoutError:
                 raise self._ingress.too_late() from None
             except (InvalidRequest, Unsupported) as refused:
-                asked = self._request.options
-                echoes = asked.echo and asked.prompt_logprobs is None
-                raise as_asked(
-                    refused, asked.constraint, self._request.suffix, echoes=echoes
-                ) from refused
+                raise as_requested(refused, self._request) from refused
             except ServiceError as failure:
                 left_ms = self._remaining_ms()
                 if self._call.has_begun or not await self._route.goes_on(failure, left_ms):

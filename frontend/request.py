@@ -5,7 +5,7 @@ It does not know either of them, nor the engine's wire format.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -159,6 +159,12 @@ class TextRequest:
     """The field that a prompt's faults are reported under."""
     logprobs_param: str = "logprobs"
     """The same of `options.logprobs`."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the client calls parameters that have another name here and at the engine."""
+
+    def called(self, param: str) -> str:
+        """The client's name of a parameter."""
+        return self.names.get(param, param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from frontend.beam_rules import check_beam
 from frontend.messages import EngineFacts
-from frontend.request import Options, TextRequest
+from frontend.request import Chat, Options, TextRequest
 from tidemill.nesting import is_too_deep
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
@@ -47,7 +47,7 @@ def check_request(request: TextRequest, facts: EngineFacts, max_n: int) -> None:
     if options.beam is not None:
         check_beam(request, options.beam, facts, max_n)
     _check_stops(options)
-    _check_max_tokens(options)
+    _check_max_tokens(request)
     check_truncation(options)
     check_ids("stop_token_ids", options.stop_token_ids, facts.vocab_size)
     check_ids("logit_bias", options.sampling.logit_bias, facts.vocab_size)
@@ -217,13 +217,16 @@ def check_stop_lengths(stops: Iterable[str]) -> None:
             )
 
 
-def _check_max_tokens(options: Options) -> None:
-    max_tokens, least = options.sampling.max_tokens, 0 if options.echo else 1
-    if max_tokens is not None and max_tokens < least:
-        hint = "" if options.echo else " (0 only scores the prompt: then set echo to true)"
-        raise InvalidRequest(
-            f"max_tokens is {max_tokens}; it must be at least {least}{hint}", param="max_tokens"
-        )
+def _check_max_tokens(request: TextRequest) -> None:
+    max_tokens, least = request.options.sampling.max_tokens, 0 if request.options.echo else 1
+    if max_tokens is None or max_tokens >= least:
+        return
+    name, hint = request.called("max_tokens"), ""
+    if any(isinstance(prompt, Chat) for prompt in request.prompts):
+        hint = ", or left out, so that the answer may fill the context"
+    elif least:
+        hint = " (0 only scores the prompt: then set echo to true)"
+    raise InvalidRequest(f"{name} is {max_tokens}; it must be at least {least}{hint}", param=name)
 
 
 def check_truncation(options: Options) -> None:

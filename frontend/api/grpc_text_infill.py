@@ -42,4 +42,5 @@ def to_infill_request(request: text_pb2.InfillRequest, metadata: Metadata) -> Te
         options=replace(options, sampling=sampling),
         suffix=request.suffix,
         prompt_param="prefix",
+        names={"max_tokens": "gap_tokens"},
     )

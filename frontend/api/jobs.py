@@ -175,4 +175,9 @@ def _to_request(body: JobBody, prompt: str, param: str) -> TextRequest:
     options = Options(
         model=body.model or "", sampling=sampling, decoding=to_decoding(body.decoding)
     )
-    return TextRequest(prompts=(prompt,), options=options, prompt_param=param)
+    return TextRequest(
+        prompts=(prompt,),
+        options=options,
+        prompt_param=param,
+        names={"max_tokens": "gen_length"},
+    )

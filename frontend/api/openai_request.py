@@ -31,6 +31,8 @@ _TEXTS: Mapping[str, str] = MappingProxyType(
     {"text": "text", "input_text": "text", "refusal": "refusal"}
 )
 """Kinds of content parts that are served, and the field of their text."""
+_KNOBS = ("threshold", "steps", "remasking")
+"""Knobs of `decoding` that may stand beside it."""
 
 
 def parse(body: bytes, kind: type[Parsed]) -> Parsed:
@@ -68,7 +70,12 @@ def as_body(given: dict[str, Any], kind: type[Parsed]) -> Parsed:
 def to_completion(body: CompletionBody) -> TextRequest:
     """The request behind POST /v1/completions."""
     options = _options(body, logprobs=body.logprobs, echo=bool(body.echo))
-    return TextRequest(prompts=_prompts(body.prompt), options=options, suffix=body.suffix or "")
+    return TextRequest(
+        prompts=_prompts(body.prompt),
+        options=options,
+        suffix=body.suffix or "",
+        names=_names(body),
+    )
 
 
 def to_chat(body: ChatBody) -> TextRequest:
@@ -89,7 +96,11 @@ def to_chat(body: ChatBody) -> TextRequest:
     parallel = body.parallel_tool_calls
     chat = with_tools(chat, body.tools or [], body.tool_choice, parallel=parallel)
     return TextRequest(
-        prompts=(chat,), options=options, prompt_param="messages", logprobs_param="top_logprobs"
+        prompts=(chat,),
+        options=options,
+        prompt_param="messages",
+        logprobs_param="top_logprobs",
+        names=_names(body),
     )
 
 
@@ -128,9 +139,7 @@ def _options(
         best_of=None if beam else body.best_of,
         beam=beam,
         sampling=_sampling(body),
-        decoding=to_decoding(
-            body.decoding, threshold=body.threshold, steps=body.steps, remasking=body.remasking
-        ),
+        decoding=to_decoding(body.decoding, **{name: getattr(body, name) for name in _KNOBS}),
         constraint=to_constraint(body),
         bad_words=tuple(body.bad_words or ()),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
@@ -184,6 +193,16 @@ def _sampling(body: GenerationBody) -> Sampling:
         min_tokens=body.min_new_tokens if min_tokens is None else min_tokens,
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
     )
+
+
+def _names(body: GenerationBody) -> dict[str, str]:
+    """What the client calls parameters that have several names."""
+    names = {f"decoding.params.{one}": one for one in _KNOBS if getattr(body, one) is not None}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    if body.min_tokens is None and body.min_new_tokens is not None:
+        names["min_tokens"] = "min_new_tokens"
+    return names
 
 
 def to_seed(given: int | None) -> int | None:

@@ -59,7 +59,12 @@ def to_request(body: ResponsesBody, turns: Turns) -> TextRequest:
     effort = body.reasoning.effort if body.reasoning else None
     kwargs = {} if effort is None else {"reasoning_effort": effort}
     chat = Chat(messages=[*system, *turns], template_kwargs=kwargs)
-    return TextRequest(prompts=(with_tools_of(body, chat),), options=options, prompt_param="input")
+    return TextRequest(
+        prompts=(with_tools_of(body, chat),),
+        options=options,
+        prompt_param="input",
+        names={"max_tokens": "max_output_tokens"},
+    )
 
 
 def _constraint(body: ResponsesBody) -> Constraint | None:

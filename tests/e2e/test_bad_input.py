@@ -60,7 +60,7 @@ HTTP: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "no ids": ({"allowed_token_ids": []}, 400, "allowed_token_ids", "at least 1"),
     "no schema": ({"guided_json": {"type": "x"}}, 400, "guided_json", "not compile: Invalid type"),
     "no gaps": ({"suffix": "b"}, 400, "suffix", "needs a diffusion model.*leave it out"),
-    "other method's knob": ({"threshold": 0.5}, 400, "decoding.params.threshold", "'threshold'"),
+    "other method's knob": ({"threshold": 0.5}, 400, "threshold", "'threshold'"),
 }  # fmt: skip
 
 # name: (content, status, code, words)
