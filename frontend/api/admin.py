@@ -16,6 +16,7 @@ from frontend.api.openai_request import parse, to_messages
 from frontend.api.openai_schema import DetokenizeBody, TokenizeBody
 from frontend.api.openai_tools import with_tools
 from frontend.api.query import ModelsQuery, documented_query, read_query
+from frontend.api.tool_choice import ToolChoice
 from frontend.desk import FrontDesk
 from frontend.reading import check_place
 from frontend.served import ServedModel
@@ -94,7 +95,7 @@ async def _tokenize(desk: FrontDesk, body: TokenizeBody) -> dict[str, Any]:
             continue_final_message=body.continue_final_message,
             template_kwargs=body.chat_template_kwargs or {},
         )
-        chat = with_tools(chat, body.tools or (), None, parallel=None)
+        chat = with_tools(chat, body.tools or (), ToolChoice(), parallel=None)
         check_place(chat, model.template.variables)
         token_ids = await desk.tokenize(model, chat, body.add_special_tokens)
     else:

@@ -9,8 +9,9 @@ from frontend.api.anthropic_schema import CountTokensBody, MessagesBody, Tool
 from frontend.api.anthropic_turns import to_messages
 from frontend.api.openai_request import to_decoding, to_seed, to_text
 from frontend.api.openai_schema import FunctionBody, ToolBody
-from frontend.api.openai_tools import ToolChoice, with_tools
+from frontend.api.openai_tools import with_tools
 from frontend.api.structured import of_response_format
+from frontend.api.tool_choice import ToolChoice
 from frontend.request import Chat, Options, Sampling, TextRequest
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 from tidemill.structured import Constraint
@@ -136,11 +137,10 @@ def _tools(tools: Sequence[Tool]) -> list[ToolBody]:
 
 
 def _choice(body: CountTokensBody) -> ToolChoice:
-    """`tool_choice` in OpenAI's words. Raises InvalidRequest, in the client's, for a call that is
-    forced and cannot be."""
+    """Raises InvalidRequest, in Anthropic's words, for a call that is forced and cannot be."""
     choice = body.tool_choice
     if choice is None or choice.type in ("auto", "none"):
-        return None if choice is None else choice.type
+        return ToolChoice("auto" if choice is None else choice.type)
     if not body.tools:
         raise InvalidRequest(
             f"tool_choice is of type {choice.type}, and there are no tools; send some, or leave it "
@@ -152,6 +152,4 @@ def _choice(body: CountTokensBody) -> ToolChoice:
             "tool_choice.name is missing; name one of tools, or set the type to any",
             param="tool_choice.name",
         )
-    if choice.type == "any":
-        return "required"
-    return {"type": "function", "function": {"name": choice.name}}
+    return ToolChoice("required", choice.name or "")

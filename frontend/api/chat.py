@@ -9,7 +9,7 @@ from frontend.api.chunks import ChunkWriter
 from frontend.api.openai_request import to_chat
 from frontend.api.openai_response import chat_logprobs, prompt_logprobs, usage_of
 from frontend.api.openai_schema import ChatBody
-from frontend.api.openai_tools import call_deltas, tool_calls
+from frontend.api.openai_tools import CHOICE, call_deltas, tool_calls
 from frontend.api.sse import Frames
 from frontend.desk import FrontDesk
 from frontend.prompt_scores import PromptScores
@@ -67,7 +67,7 @@ async def stream(desk: FrontDesk, body: ChatBody, ingress: Ingress) -> AsyncGene
 def _choice(result: ChoiceResult, body: ChatBody) -> dict[str, Any]:
     # Clients take null for "calls only", one that was cut off before its name included; an empty
     # answer of any other kind stays a text.
-    is_call = result.calls or body.tool_choice not in (None, "none", "auto")
+    is_call = result.calls or CHOICE.read(body.tool_choice).mode == "required"
     content = None if is_call and not result.text else result.text
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if result.calls:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from frontend.api import openai_tools
 from frontend.api.openai_schema import ToolBody
+from frontend.api.tool_choice import MODES, ToolChoice
 from frontend.parsers.base import ToolCall
 from frontend.reading import CallDelta
 from frontend.request import Chat
@@ -20,9 +21,14 @@ from tidemill.v1 import text_pb2
 
 def with_tools(prompt: Chat, chat: text_pb2.ChatOptions) -> Chat:
     """The prompt with its tools, as openai_tools.with_tools, which words the refusals."""
-    choice: str | dict[str, Any] | None = chat.tool_choice.mode or None
+    choice = ToolChoice(chat.tool_choice.mode or "auto")
     if chat.tool_choice.function_name:
-        choice = {"type": "function", "function": {"name": chat.tool_choice.function_name}}
+        choice = ToolChoice("required", chat.tool_choice.function_name)
+    if choice.mode not in MODES:
+        raise InvalidRequest(
+            f"tool_choice.mode must be {', '.join(MODES)}, or give function_name in its place",
+            param="tool_choice",
+        )
     tools = [_to_tool(tool, f"tools[{i}]") for i, tool in enumerate(chat.tools)]
     parallel = chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else None
     return openai_tools.with_tools(prompt, tools, choice, parallel=parallel)

@@ -18,7 +18,7 @@ from frontend.api.openai_schema import (
     GenerationBody,
     Message,
 )
-from frontend.api.openai_tools import with_arguments, with_tools
+from frontend.api.openai_tools import CHOICE, with_arguments, with_tools
 from frontend.api.structured import to_constraint
 from frontend.api.wrong_fields import invalid, short
 from frontend.request import Beam, Chat, Decoding, Options, Prompt, Sampling, TextRequest
@@ -94,7 +94,8 @@ def to_chat(body: ChatBody) -> TextRequest:
         template_kwargs=kwargs,
     )
     parallel = body.parallel_tool_calls
-    chat = with_tools(chat, body.tools or [], body.tool_choice, parallel=parallel)
+    choice = CHOICE.read(body.tool_choice)
+    chat = with_tools(chat, body.tools or [], choice, parallel=parallel)
     return TextRequest(
         prompts=(chat,),
         options=options,

@@ -260,7 +260,8 @@ class ChatBody(GenerationBody):
     """What the model may call. Needs a chat template with a place for tools."""
     tool_choice: str | dict[str, Any] | None = None
     """auto; none, for which the model is told of no tools; required, or a function by name: the
-    answer is calls alone, which follow the tools' schemas."""
+    answer is calls alone, which follow the tools' schemas. allowed_tools: auto or required among
+    some of the tools, the only ones that the model is told of."""
     parallel_tool_calls: StrictBool | None = None
     """false: only the first call of an answer is told."""
     include_reasoning: StrictBool | None = None

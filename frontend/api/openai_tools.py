@@ -10,13 +10,17 @@ import orjson
 from pydantic_core import from_json
 
 from frontend.api.openai_schema import ToolBody
+from frontend.api.tool_choice import ChoiceForm, ToolChoice
 from frontend.parsers.base import ToolCall
 from frontend.reading import CallDelta
 from frontend.request import Chat
 from tidemill.nesting import check_nesting
 from tidemill.runtime.errors import InvalidRequest
 
-ToolChoice = str | dict[str, Any] | None
+CHOICE = ChoiceForm(
+    kinds=("function",), is_nested=True, shown='{"type": "function", "function": {"name": ...}}'
+)
+"""`tool_choice` of chats."""
 INVALID_JSON = "INVALID_JSON"
 """What Anthropic's documentation calls arguments that are no JSON object, where one must stand."""
 
@@ -27,14 +31,35 @@ def with_tools(
     choice: ToolChoice,
     *,
     parallel: bool | None,
-    by_name: str = '{"type": "function", "function": {"name": ...}}',
 ) -> Chat:
     """The chat with the tools that the model is told of (none for the choice `none`), and with what
-    it must call of them. `by_name` is how clients write the choice of one tool.
+    it must call of them.
 
     Raises InvalidRequest for names that are not unique, parameters that are no object, and a
-    choice that is none or names no tool.
+    choice that names no tool.
     """
+    names = _names_of(tools)
+    allowed, must_call = choice.allowed or (), choice.mode == "required"
+    unknown = [name for name in (*allowed, choice.name) if name and name not in names]
+    if unknown or (must_call and not names):
+        raise InvalidRequest(
+            f"tool_choice is {', '.join(map(repr, unknown)) or repr(choice.mode)}, and tools has "
+            f"{', '.join(names) or 'none'}; name one of its tools",
+            param="tool_choice",
+        )
+    kept = () if choice.mode == "none" else allowed or names
+    told = [tool for tool in tools if tool.function.name in kept]
+    return replace(
+        chat,
+        tools=tuple(tool.model_dump(exclude_none=True) for tool in told),
+        must_call=must_call,
+        called=choice.name,
+        parallel_tool_calls=parallel is not False,
+    )
+
+
+def _names_of(tools: Sequence[ToolBody]) -> dict[str, None]:
+    """Raises InvalidRequest for names that are not unique, and parameters that are no object."""
     names = dict[str, None]()  # looked up and not searched: a body may hold tens of thousands
     for i, tool in enumerate(tools):
         name = tool.function.name
@@ -51,25 +76,7 @@ def with_tools(
                 'give {"type": "object", "properties": {...}}',
                 param=f"tools[{i}].function.parameters",
             )
-    called = _chosen_name(choice)
-    must_call = choice == "required" or bool(called)
-    if not (must_call or choice in (None, "none", "auto")):
-        said = f"tool_choice must be none, auto, required or {by_name}"
-        raise InvalidRequest(said, param="tool_choice")
-    if must_call and (not names or called not in ("", *names)):
-        raise InvalidRequest(
-            f"tool_choice is {called or 'required'!r}, and tools has "
-            f"{', '.join(names) or 'none'}; name one of its tools",
-            param="tool_choice",
-        )
-    told = [] if choice == "none" else [tool.model_dump(exclude_none=True) for tool in tools]
-    return replace(
-        chat,
-        tools=tuple(told),
-        must_call=must_call,
-        called=called,
-        parallel_tool_calls=parallel is not False,
-    )
+    return names
 
 
 def with_arguments(call: Any, param: str) -> dict[str, Any]:
@@ -149,10 +156,3 @@ def call_deltas(news: Sequence[CallDelta]) -> list[dict[str, Any]]:
             entry["function"] = {"name": one.name, "arguments": one.arguments}
         entries.append(entry)
     return entries
-
-
-def _chosen_name(choice: ToolChoice) -> str:
-    """The tool that a choice names, if it is of that form."""
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else ""

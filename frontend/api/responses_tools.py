@@ -3,22 +3,24 @@ text; those that OpenAI itself runs are not served."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from frontend.api.openai_schema import FunctionBody, ToolBody
-from frontend.api.openai_tools import ToolChoice, with_tools
+from frontend.api.openai_tools import with_tools
 from frontend.api.responses_schema import ResponsesBody, ResponsesTool
+from frontend.api.tool_choice import ChoiceForm
 from frontend.parsers.free_input import INPUT
 from frontend.request import Chat, InputFormat
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 _SYNTAXES = ("lark", "regex")
-_MODES = ("auto", "required")
-_BY_NAME = (
-    '{"type": "function", "name": ...}, with custom or allowed_tools in the place of function'
+_CHOICE = ChoiceForm(
+    kinds=("function", "custom"),
+    is_nested=False,
+    shown='{"type": "function", "name": ...} or the same with custom',
 )
 _NOT_SERVED: Mapping[str, object] = MappingProxyType(
     {"async": False, "defer_loading": False, "allowed_callers": ["direct"]}
@@ -35,12 +37,8 @@ def with_tools_of(body: ResponsesBody, chat: Chat) -> Chat:
         written = _format(tool, f"tools[{number}].format")
         if written is not None and tool.name is not None:
             formats[tool.name] = written
-    choice = body.tool_choice
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        tools, choice = _allowed(tools, choice)
-    chat = with_tools(
-        chat, tools, _choice(choice), parallel=body.parallel_tool_calls, by_name=_BY_NAME
-    )
+    choice = _CHOICE.read(body.tool_choice)
+    chat = with_tools(chat, tools, choice, parallel=body.parallel_tool_calls)
     return replace(chat, input_formats=formats)
 
 
@@ -96,30 +94,3 @@ def _format(tool: ResponsesTool, place: str) -> InputFormat | None:
             param=place,
         )
     return InputFormat(syntax, definition)
-
-
-def _allowed(
-    tools: Sequence[ToolBody], choice: dict[str, Any]
-) -> tuple[list[ToolBody], ToolChoice]:
-    """The tools that `allowed_tools` leaves, which are all that the model is told of, and its mode
-    as a choice."""
-    named = choice.get("tools")
-    listed = named if isinstance(named, list) else []
-    names = [one.get("name") if isinstance(one, dict) else None for one in listed]
-    known = {tool.function.name for tool in tools}
-    is_known = all(isinstance(name, str) and name in known for name in names)
-    if choice.get("mode") not in _MODES or not names or not is_known:
-        raise InvalidRequest(
-            f"tool_choice: allowed_tools needs a mode ({' or '.join(_MODES)}) and tools, each the "
-            "name of one that is offered",
-            param="tool_choice",
-        )
-    left = frozenset(names)
-    return [tool for tool in tools if tool.function.name in left], choice["mode"]
-
-
-def _choice(choice: ToolChoice) -> ToolChoice:
-    """`tool_choice` as chats have it."""
-    if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice

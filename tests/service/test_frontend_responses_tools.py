@@ -229,11 +229,23 @@ async def test_allowed_tools_are_those_that_are_offered(tmp_path: Path, name: ob
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
 
 
-@pytest.mark.parametrize("kind", ["function", "custom", "web_search"])
-async def test_how_a_tool_is_chosen_is_told_as_responses_have_it(tmp_path: Path, kind: str) -> None:
-    chats_form = {"function": {"name": "f"}} if kind == "function" else {}
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("function", {"function": {"name": "f"}}),
+        ("custom", {}),
+        ("web_search", {}),
+        ("web_search", {"name": "f", "function": {"name": "f"}}),
+    ],
+)
+async def test_how_a_tool_is_chosen_is_told_as_responses_have_it(
+    tmp_path: Path, kind: str, more: dict[str, Any]
+) -> None:
+    """A tool of OpenAI's own that names a function, too, was taken for a choice of that."""
     wanted: Any = {"model": "fake", "input": "a", "tools": TOOLS}
     async with sdk(tmp_path) as (_, client):
         with pytest.raises(openai.BadRequestError, match="tool_choice must be") as caught:
-            await client.responses.create(**wanted, tool_choice={"type": kind, **chats_form})
-    assert '{"type": "function", "name": ...}' in caught.value.body["message"]
+            await client.responses.create(**wanted, tool_choice={"type": kind, **more})
+    told = caught.value.body["message"]
+    assert '{"type": "function", "name": ...}' in told
+    assert ("type 'web_search' are not served" in told) == (kind == "web_search")

@@ -360,3 +360,14 @@ async def test_tokenize_tells_what_the_tools_add(tmp_path: Path) -> None:
     async with stack(tmp_path / "other") as bare, bare.http() as http:
         refused = await http.post("/tokenize", json={**body, "tools": [WEATHER]})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+
+
+async def test_a_chat_may_call_allowed_tools_alone(tmp_path: Path) -> None:
+    """An empty answer is no call where the choice is left to the model."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    allowed = {"mode": "auto", "tools": [named]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    async with serving(tmp_path) as served, sdk(served) as client:
+        fields = asking("<|eos|>", tool_choice=choice)
+        answer = await client.chat.completions.create(**fields)
+    assert answer.choices[0].message.content == ""

@@ -19,6 +19,7 @@ from frontend.api.openai_schema import (
 from frontend.api.openai_tools import with_tools
 from frontend.api.responses_schema import ResponsesBody
 from frontend.api.responses_tools import with_tools_of
+from frontend.api.tool_choice import ToolChoice
 from frontend.parsers.tools.qwen3_coder import Qwen3CoderParser
 from frontend.request import Chat
 from frontend.strict_calls import structures_of
@@ -36,7 +37,7 @@ def test_many_tools_are_compared_in_one_go() -> None:
         for i in range(25_000)
     ]
     began = time.process_time()
-    chat = with_tools(CHAT, tools, None, parallel=None)
+    chat = with_tools(CHAT, tools, ToolChoice(), parallel=None)
     assert time.process_time() - began < FEW_S
     assert len(chat.tools) == len(tools)
 
