@@ -13,7 +13,7 @@ from typing import Any
 
 from frontend import input_grammar
 from frontend.beam_rules import no_part
-from frontend.calls_or_answer import calls_or_answer
+from frontend.calls_or_answer import calls_or_answer, names_of
 from frontend.parsers.registry import OutputFormat
 from frontend.request import Chat, TextRequest
 from frontend.strict_calls import TRIGGER, schema_of, strict_param, structures_of
@@ -72,12 +72,12 @@ def call_constraint(chat: Chat, form: OutputFormat) -> Constraint | None:
     if chat.must_call:
         called = [one for one in functions if chat.called in ("", one["name"])]
         text = _arguments(called[0]) if chat.called else _calls(called, chat.parallel_tool_calls)
-        return Constraint("ebnf", text, "tool_choice")
+        return Constraint("ebnf", text, "tool_choice", tools=names_of(called))
     param = strict_param(functions)
     if not param:
         return None
     tag = {"structures": structures_of(form.tools, functions), "triggers": [TRIGGER]}
-    return Constraint("structural_tag", json.dumps(tag), param)
+    return Constraint("structural_tag", json.dumps(tag), param, tools=names_of(functions))
 
 
 def _arguments(function: Mapping[str, Any]) -> str:

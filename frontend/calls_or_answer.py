@@ -27,6 +27,7 @@ def calls_or_answer(
     Raises Unsupported for formats whose calls no grammar describes, and for strict functions that
     cannot be held to their schemas.
     """
+    asked = asked._replace(tools=names_of(functions))
     if form.reads_channels:
         return asked._replace(reasoning=turn_of(schemas_of(functions)), may_call=True)
     if not is_described(form.tools):
@@ -47,6 +48,11 @@ def calls_or_answer(
         f"SPACE: {_SPACES}",
     ]
     return asked._replace(kind="ebnf", text="\n".join([*rules, ""]), may_call=True)
+
+
+def names_of(functions: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Of functions, in the order of the rules for their calls."""
+    return tuple(one["name"] for one in functions)
 
 
 def _in_lark(structure: Mapping[str, Any]) -> str:

@@ -17,6 +17,8 @@ from tidemill.structured import Constraint
 
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 1024
+_RULE = re.compile(r"(?:call|tag)_(\d+)")
+"""The grammar's rule for the calls of one tool."""
 
 
 class Encoder(Protocol):
@@ -96,11 +98,24 @@ def as_asked(
         return Unsupported(
             f"echo with logprobs asks for those of the prompt too: {refused.message}", param="echo"
         )
-    if constraint is None or not (refused.param or "").startswith("constraint"):
+    param = refused.param or ""
+    if constraint is None or not param.startswith(("constraint", "reasoning")):
         return refused
-    written = f"The {constraint.kind.replace('_', ' ')} does not compile"
-    asked = written
-    if constraint.param.startswith("tool"):  # a grammar that was made here, of what tools say
-        asked = f"What tools and {constraint.param} ask for does not compile"
-    message = refused.message.replace(written, asked, 1)
+    if constraint.tools and refused.reason == "GRAMMAR_INVALID":
+        return _of_tools(refused, constraint)
+    message = refused.message.replace(f"constraint.{constraint.kind}", constraint.param)
     return type(refused)(message, reason=refused.reason, param=constraint.param)
+
+
+def _of_tools(refused: ServiceError, constraint: Constraint) -> InvalidRequest:
+    """Nobody has sent the grammar that calls are held to: it was made here, of what tools take."""
+    why, rule = refused.facts.get("why", refused.message), refused.facts.get("rule", "")
+    number, tools = _RULE.fullmatch(rule), constraint.tools
+    what, param = "What one of the tools takes", constraint.param
+    if rule == "answer":
+        what = f"What {param} asks for"
+    elif number is not None or len(tools) == 1:
+        name = tools[int(number[1])] if number and int(number[1]) < len(tools) else tools[0]
+        what, param = f"What the tool {name!r} takes", "tools"
+    message = f"{what} does not compile: {why}. Correct it, or leave it out."
+    return InvalidRequest(message, reason=refused.reason, param=param)

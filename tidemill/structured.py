@@ -37,13 +37,14 @@ class Constraint(NamedTuple):
     """A grammar for the whole answer: `kind` is a field of the contract's Constraint, `text` what
     stands in it (of choices their JSON list), `param` what the caller calls it. `reasoning` may
     stand in front of the answer. `may_call`: calls in the model's own format may stand in the
-    answer's place."""
+    answer's place. `tools` are the names of those whose calls it was made of, if it was."""
 
     kind: str
     text: str
     param: str
     reasoning: Reasoning | None = None
     may_call: bool = False
+    tools: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, kind: str, value: Any, param: str) -> Constraint:

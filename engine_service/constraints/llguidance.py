@@ -7,6 +7,7 @@ It does not know requests or when masks are wanted.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -52,6 +53,8 @@ _MAX_SYMBOLS = 30_000
 _MAX_KEPT = 128 * _FUEL
 """Steps of all compiled grammars that are kept, the last ones used: some 600 MB at worst."""
 _SILENT = 0
+_EXCERPT = re.compile(r"^ *\d+ \| ", re.MULTILINE)
+_PLACE = re.compile(r"at (?P<line>\d+)\(\d+\): (?:failed to compile JSON schema: )?")
 _COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
 _SPACE: Any = {"whitespace_pattern": r" |\r?\n[ \t]{0,24}"}
 """Between tokens of JSON. Where any white space may stand, weak models fill answers with it."""
@@ -264,7 +267,20 @@ def _wrong(spec: ConstraintSpec, why: str, *, param: str = "") -> InvalidRequest
         f"The {what} does not compile: {_first_line(why)}. Correct it, or leave it out.",
         reason="GRAMMAR_INVALID",
         param=param or f"constraint.{spec.kind}",
+        facts=_fault(why),
     )
+
+
+def _fault(why: str) -> dict[str, str]:
+    """What is wrong, without the lines of the grammar that the library repeats, and the name of the
+    rule that it is in, for who has made the grammar of something else."""
+    text = str(why).split("<state>")[0]
+    said = _first_line(_EXCERPT.split(text, 1)[0])
+    place = _PLACE.match(said)
+    if place is None:
+        return {"why": said}
+    rule = re.search(rf"^ *{place['line']} \| (\w+)", text, re.MULTILINE)
+    return {"why": said[place.end() :], "rule": rule[1] if rule else ""}
 
 
 def _first_line(text: Any) -> str:

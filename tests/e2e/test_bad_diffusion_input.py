@@ -71,7 +71,7 @@ BLOCK: dict[str, tuple[dict[str, Any], str, str]] = {
 }  # fmt: skip
 MODELS = {"demo-canvas": CANVAS, "demo-block": BLOCK}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-NO_GRAMMARS = r"'full_canvas' does not support grammars \(constraint.json_schema\); leave it out"
+NO_GRAMMARS = r"'full_canvas' does not support grammars \({}\); leave it out"
 
 
 class Served(NamedTuple):
@@ -179,15 +179,18 @@ async def test_prompts_that_fill_the_context(served: Served) -> None:
 @pytest.mark.parametrize("served", ["demo-canvas"], indirect=True)
 async def test_grammars_of_a_canvas(served: Served) -> None:
     faces = served.faces
-    await check_completions(faces, {"guided_json": SCHEMA}, "guided_json", NO_GRAMMARS)
+    await check_completions(
+        faces, {"guided_json": SCHEMA}, "guided_json", NO_GRAMMARS.format("guided_json")
+    )
     named = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     body = {"messages": [{"role": "user", "content": "a"}], "response_format": named}
     answer = await faces.http.post("/v1/chat/completions", json=body)
-    error = check_http(answer, 400, NO_GRAMMARS)
+    error = check_http(answer, 400, NO_GRAMMARS.format("response_format"))
     assert (error["param"], error["code"]) == ("response_format", "unsupported")
     constraint = {"json_schema": json.dumps(SCHEMA)}
     text = {"options": {"constraint": constraint}}
-    await check_text(faces, text, UNIMPLEMENTED, "constraint.json_schema", NO_GRAMMARS)
+    param = "constraint.json_schema"
+    await check_text(faces, text, UNIMPLEMENTED, param, NO_GRAMMARS.format(param))
 
 
 RIGHT = {"demo-canvas": {"block_length": 8, "steps": 6}, "demo-block": {"steps": 16}}

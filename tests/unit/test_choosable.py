@@ -51,11 +51,6 @@ def test_refusals_name_what_the_client_wrote() -> None:
     told = as_asked(refused, asked, "")
     assert isinstance(told, InvalidRequest)
     assert (told.message, told.reason, told.param) == ("no", "GRAMMAR_INVALID", "guided_regex")
-    # Nobody has sent the grammar that forces a call.
-    forced = Constraint("ebnf", "", "tool_choice")
-    refused = InvalidRequest("The ebnf does not compile: at 2.", param="constraint.ebnf")
-    told = as_asked(refused, forced, "")
-    assert told.message == "What tools and tool_choice ask for does not compile: at 2."
     pinned = Unsupported("no gaps", param="pinned")
     assert as_asked(pinned, None, "suffix").param == "suffix"
     both = Unsupported("leave out either, pinned or constraint.regex.", param="pinned")
