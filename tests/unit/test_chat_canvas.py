@@ -222,6 +222,7 @@ async def test_where_a_key_is_wanted_it_names_the_flag(
         ("127.0.0.1:{port}", [], "wants --tls or --tls-ca"),
         ("http://127.0.0.1:{port}", [], "--server HOST:PORT"),
         ("127.0.0.1:{port}", ["--tls"], "takes no --tls-..."),
+        ("127.0.0.1:{port}", ["--tls"], "--tls-client-ca wants --tls-cert and --tls-key"),
     ],
 )
 def test_where_nobody_answers_it_says_what_to_do(

@@ -74,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
                 answer = _answer(client, said, wanted)
             except ServiceError as error:
                 print(
-                    f"tidemill chat: {_told(error, wanted.server, tls is not None)}",
+                    f"tidemill chat: {_told(error, wanted.server, tls)}",
                     file=sys.stderr,
                 )
                 said.pop()
@@ -86,18 +86,19 @@ def run(argv: Sequence[str]) -> int:
     return int(failed)
 
 
-def _told(error: ServiceError, server: str, has_tls: bool) -> str:
+def _told(error: ServiceError, server: str, tls: ClientTls | None) -> str:
     """The words of an error. Those of gRPC, which knows none of our commands, say nothing of what
     to do, and a server's of keys speak of headers."""
     if isinstance(error, Unauthenticated):
         return f"{error.message} (here: --api-key KEY, or the variable TIDEMILL_API_KEY)"
     if not error.message.startswith(_NOT_REACHED):
         return error.message
-    certificates = (
-        "one without certificates takes no --tls-..., and --tls-ca must be the CA of its own"
-        if has_tls
-        else "one with certificates wants --tls or --tls-ca"
-    )
+    certificates = "one with certificates wants --tls or --tls-ca"
+    if tls is not None:
+        certificates = (
+            "one without certificates takes no --tls-..., --tls-ca must be the CA of its own, and "
+            "one with --tls-client-ca wants --tls-cert and --tls-key: valid today, of that CA"
+        )
     return (
         f"nobody speaks gRPC at {server}: start a server (tidemill serve), or pass --server "
         f"HOST:PORT of its gRPC port, not of HTTP; {certificates} ({error.message})"
