@@ -86,8 +86,12 @@ async def test_a_server_that_another_ca_signed_is_not_believed(
                 await text.generate("ab", SOME, SHORT)
 
 
-async def test_mutual_tls_lets_in_whom_the_ca_signed(tmp_path: Path, authority: Authority) -> None:
-    """... and nobody without a certificate, or with one of another CA, on either face."""
+async def test_mutual_tls_lets_in_whom_the_ca_signed(
+    tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    """... and nobody without a certificate, or with one of another CA, on either face. The log says
+    why, of which HTTP's clients see no more than a connection that is reset."""
+    caplog.set_level(logging.INFO, "tidemill.security")
     strangers = Authority(tmp_path / "other", "ca")
     mine, forged = authority.sign("client", "me"), strangers.sign("client", "me")
     asked = flags(authority.sign("server"), tls_client_ca=authority.path)
@@ -97,10 +101,13 @@ async def test_mutual_tls_lets_in_whom_the_ca_signed(tmp_path: Path, authority: 
             assert (await client.get("/v1/models")).status_code == 200
         async with AsyncClient(address, tls=authority.client(mine)) as text:
             assert (await text.generate("ab", SOME, WAIT)).text == "abab"
-        for own in (None, forged):
+        assert "handshake" not in caplog.text
+        whys = ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "unable to get local issuer certificate")
+        for own, why in zip((None, forged), whys, strict=True):
             async with https(port, authority.context(own)) as client:
                 with pytest.raises(httpx.HTTPError):
                     await client.get("/health")
+            assert f"a client's TLS handshake failed: {why}" in caplog.text
             async with AsyncClient(address, tls=authority.client(own), max_retries=0) as text:
                 with pytest.raises(Unavailable):
                     await text.generate("ab", SOME, SHORT)

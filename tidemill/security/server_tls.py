@@ -6,6 +6,7 @@ those that stand keep theirs. It does not know what is served.
 
 from __future__ import annotations
 
+import logging
 import ssl
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,24 @@ import grpc
 from tidemill.runtime.errors import FailedPrecondition
 from tidemill.security.tls_flags import TlsFlags, check_server_flags
 from tidemill.security.watched import Watched
+
+_LOG = logging.getLogger("tidemill.security")
+
+
+class _Connection(ssl.SSLObject):
+    """Says why it lets nobody in: the client is not told, because asyncio and uvloop reset what
+    fails before they have sent its alert."""
+
+    def do_handshake(self) -> None:
+        """Raises ssl.SSLError."""
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as failure:
+            why = getattr(failure, "verify_message", None) or failure.reason
+            _LOG.info("a client's TLS handshake failed: %s", why)
+            raise
 
 
 class _Material(NamedTuple):
@@ -62,6 +81,7 @@ class ServerTls:
             connection.context = self._files.current().http
 
         outer.sni_callback = follow  # called without a name as well
+        outer.sslobject_class = _Connection
         return outer
 
     def _load(self) -> _Material:
