@@ -14,7 +14,7 @@ from engine_service.core.handoff import (
 )
 from engine_service.core.messages import Submit
 from engine_service.core.params import DecodingChoice, SamplingParams
-from tidemill.runtime.errors import FailedPrecondition
+from tidemill.runtime.errors import FailedPrecondition, Unsupported
 from tidemill.v1 import engine_pb2 as pb
 
 
@@ -32,10 +32,11 @@ ROLES = {
 }
 
 
-def opening(submit: Submit, begun: Begun, layout: KvLayout, host: str) -> pb.TransferRequest:
+def opening(
+    submit: Submit, begun: Begun, layout: KvLayout, host: str, trace: tuple[str, str]
+) -> pb.TransferRequest:
     """The first frame: the KV of the whole units of a sequence's prompt, in the memory of `host` if
-    that is the callee's too."""
-    source = submit.kv_source or KvSource("")
+    that is the callee's too; `trace` is (traceparent, tracestate)."""
     opened = pb.TransferOpen(
         request_id=submit.request_id,
         prompt_token_ids=submit.prompt[: 4 * begun.num_tokens],
@@ -46,14 +47,30 @@ def opening(submit: Submit, begun: Begun, layout: KvLayout, host: str) -> pb.Tra
         fairness_key=submit.fairness_key,
         layout=pb.KvLayout(**layout._asdict()),
         shared_host=host,
-        traceparent=source.traceparent,
-        tracestate=source.tracestate,
+        traceparent=trace[0],
+        tracestate=trace[1],
     )
     return pb.TransferRequest(open=opened)
 
 
 def taken() -> pb.TransferRequest:
     return pb.TransferRequest(taken=pb.PieceTaken())
+
+
+def check_role(role: str, submit: Submit) -> None:
+    """Raises FailedPrecondition and Unsupported for what an engine of this role does not do."""
+    if role == "prefill" and submit.pool is None and not submit.only_prefills:
+        raise FailedPrecondition(
+            "this engine is --role prefill: it computes prompts for decode engines and generates "
+            "nothing; send requests to an engine of --role decode or both",
+            reason="PREFILL_ONLY",
+        )
+    if submit.kv_source is not None and role != "decode":
+        raise Unsupported(
+            f"kv_source is {submit.kv_source.address!r}, and this engine is --role {role}; only "
+            "engines of --role decode fetch KV: leave it out",
+            param="kv_source",
+        )
 
 
 def check_layout(opened: pb.TransferOpen, own: KvLayout | None, role: str) -> None:
@@ -84,6 +101,22 @@ def check_connector(opened: pb.TransferOpen, connector: str, host: str) -> bool:
             reason="KV_SHARED",
         )
     return is_one_host and connector != "grpc"
+
+
+def check_way(piece: Piece, connector: str, host: str) -> None:
+    """Raises FailedPrecondition for a piece that came another way than was asked for: nobody else
+    says which files of other processes are read here."""
+    is_shared = isinstance(piece, SharedPiece)
+    if is_shared and not host:
+        raise FailedPrecondition(
+            "shared memory came, and messages were asked for", reason="KV_PIECE"
+        )
+    if not is_shared and connector == "shm":
+        raise FailedPrecondition(
+            "a message came, and --kv-connector is shm here; run both engines on one host as "
+            "one user with it, or pass --kv-connector auto",
+            reason="KV_SHARED",
+        )
 
 
 def to_prefill(opened: pb.TransferOpen, remaining_s: float | None) -> Submit:

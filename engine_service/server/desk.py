@@ -20,6 +20,7 @@ from engine_service.core.control import SnapshotPages
 from engine_service.core.facts import EngineFacts
 from engine_service.core.journal import KvEvents
 from engine_service.core.messages import Fatal, Load, Progress, RankTrace, Ready, StepTrace, Submit
+from engine_service.server.convert_transfer import check_role
 from engine_service.server.core_client import CoreClient, Sink
 from engine_service.server.health import memory_in_use
 from engine_service.server.kv_feed import KvFeed
@@ -30,7 +31,7 @@ from engine_service.server.patience import Patience
 from engine_service.server.request_trace import method_of
 from engine_service.server.state import SERVING, EngineState, StateBoard
 from engine_service.server.tokenizer_files import TokenizerFiles, read_tokenizer
-from engine_service.server.transfer_in import Fetches, check_role
+from engine_service.server.transfer_in import Fetches
 from tidemill.runtime.errors import EngineDead, InternalError, ServiceError, Unavailable
 from tidemill.telemetry.tracer import Tracer
 
@@ -79,8 +80,7 @@ class Desk:
         """Transfers to other engines: they go on when their prompt's sequence has ended."""
         self._session_numbers = itertools.count(1)
         self.observer = Observer(config, tracer, read=self.reading, trace_steps=self.core.command)
-        counts = self.observer.metrics.transfers
-        self.fetches = Fetches(config, self.core.asks, self.core.command, counts)
+        self.fetches = Fetches(config, self.core.asks, self.core.command, self.observer)
         self.core.holds = self.fetches.holds
         self._is_closed = False
         self._started = time.monotonic()

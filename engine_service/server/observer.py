@@ -12,7 +12,12 @@ from engine_service.core.messages import Finish, RankTrace, SetTracing, StepTrac
 from engine_service.limits import MAX_TRACE_LEVEL
 from engine_service.server.core_client import Ended
 from engine_service.server.metrics import EngineMetrics, Reading
-from engine_service.server.request_trace import method_of, trace_refusal, trace_request
+from engine_service.server.request_trace import (
+    TRANSFER_SPAN,
+    RequestTrace,
+    method_of,
+    trace_refusal,
+)
 from tidemill.runtime.errors import InvalidRequest, ServiceError
 from tidemill.telemetry.context import TraceContext, parse
 from tidemill.telemetry.tracer import Span, Tracer
@@ -51,7 +56,7 @@ class Observer:
         self._tracer = tracer
         self._every = config.trace_step_every
         self._trace_steps = trace_steps
-        self._live: dict[int, TraceContext] = {}
+        self._live: dict[int, RequestTrace] = {}
         self._steps: OrderedDict[int, Span] = OrderedDict()
         self._level = _checked(config.trace_level)
 
@@ -82,33 +87,45 @@ class Observer:
     def begin(
         self, submit: Submit, parent: tuple[str, str], facts: EngineFacts
     ) -> tuple[Submit, Ended, Callable[[int], None]]:
-        """Opens the SERVER span below (traceparent, tracestate).
+        """Opens the span below (traceparent, tracestate).
 
         Returns the sequence as the core is to see it, what is to be told of its end, and what is
         to be told of its key.
         """
         above = parse(*parent)
-        traces: Ended | None = None
+        trace: RequestTrace | None = None
         watched = _Watched(submit, above)
         if self._level > 0 and self._tracer.exports:
-            span = self._tracer.start(method_of(submit), above, start_ns=submit.arrival_ns)
+            name, kind = method_of(submit), "SERVER"
+            if submit.only_prefills:
+                name, kind = "engine.compute", "INTERNAL"
+            span = self._tracer.start(name, above, kind=kind, start_ns=submit.arrival_ns)
             if span.recording:
                 watched.context = span.context
                 watched.submit = submit = replace(submit, traced=True)
-                traces = trace_request(span, submit, self._level)
+                trace = RequestTrace(span, submit, self._level)
 
         def ended(outcome: Finish | ServiceError) -> None:
             self._live.pop(watched.key, None)
             self.metrics.ended(facts.model_id, watched.submit, outcome, watched.context)
-            if traces is not None:
-                traces(outcome)
+            if trace is not None:
+                trace.ended(outcome)
 
         def began(key: int) -> None:
             watched.key = key
-            if submit.traced and watched.context is not None:
-                self._live[key] = watched.context
+            if trace is not None:
+                self._live[key] = trace
 
         return submit, ended, began
+
+    def trace_of(self, key: int) -> RequestTrace | None:
+        """Of a live sequence that is recorded."""
+        return self._live.get(key)
+
+    def sends(self, parent: tuple[str, str]) -> Span:
+        """The SERVER span, below (traceparent, tracestate), of a transfer to another engine."""
+        above, tracer = parse(*parent), self._tracer
+        return tracer.start(TRANSFER_SPAN, above) if self._level else Span(tracer, above)
 
     def stepped(self, step: StepTrace | RankTrace) -> None:
         """The span of a step, linked with those it worked for, and each rank's part of it."""
@@ -116,7 +133,8 @@ class Observer:
             if above := self._steps.get(step.seq):
                 _forward(above, step.rank, step.launched_ns, step.done_ns)
             return
-        members = [self._live[key] for key in step.keys if key in self._live]
+        traces = [self._live[key] for key in step.keys if key in self._live]
+        members = [one.span.context for one in traces if one.span.context is not None]
         span = self._tracer.start_linked("engine.step", members, start_ns=step.planned_ns)
         _forward(span, 0, step.launched_ns, step.collected_ns)
         self._steps[step.seq] = span

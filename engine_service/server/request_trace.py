@@ -1,14 +1,19 @@
-"""The spans of one request, made when it has ended from the times the core took down.
+"""The spans of one request, made when it has ended from the times the core took down, but for that
+of a transfer, which another engine has to know.
 
 Nothing is done per token. It does not know streams.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from engine_service.core.messages import Finish, FinishReason, Mark, Submit
-from engine_service.server.core_client import Ended
+from engine_service.server.transfer_counts import Transfer
 from tidemill.runtime.errors import ServiceError
 from tidemill.telemetry import semconv
 from tidemill.telemetry.semconv import Attributes
@@ -16,6 +21,7 @@ from tidemill.telemetry.tracer import Span
 
 SPAN = "tidemill.v1.EngineService/Generate"
 POOL_SPAN = "tidemill.v1.EngineService/Pool"
+TRANSFER_SPAN = "tidemill.v1.KvTransferService/Transfer"
 BLOCKS_LEVEL = 3
 """From this trace level on every block of a diffusion request has a span."""
 _FAILED = {
@@ -27,17 +33,48 @@ _FAILED = {
 _LOG = logging.getLogger("tidemill.engine.request")
 
 
-def trace_request(span: Span, submit: Submit, level: int) -> Ended:
-    """What is to be told of the request's end: that closes its recorded SERVER span."""
+class RequestTrace:
+    """The recorded `span` of a sequence, and what lies below it."""
 
-    def ended(outcome: Finish | ServiceError) -> None:
+    def __init__(self, span: Span, submit: Submit, level: int) -> None:
+        self.span = span
+        self._submit = submit
+        self._level = level
+        self._queued_ns = submit.arrival_ns
+        self._transfer: Span | None = None
+
+    def fetches(self) -> tuple[str, str]:
+        """Its KV is asked for in its name: (traceparent, tracestate) of that."""
+        start_ns = self._submit.arrival_ns
+        self._transfer = self.span.child("engine.transfer", kind="CLIENT", start_ns=start_ns)
+        context = self._transfer.context
+        assert context is not None, "it is recorded"
+        return context.traceparent, context.state
+
+    def fetched(self, peer: str, moved: Transfer, error: str | None) -> None:
+        """It waits no longer for its KV, which may have been asked for in another's name."""
+        start_ns, self._queued_ns = self._submit.arrival_ns, time.monotonic_ns()
+        attributes = _moved(peer, moved)
+        if span := self._transfer:
+            attributes |= {semconv.RPC_SYSTEM: "grpc", semconv.RPC_METHOD: TRANSFER_SPAN}
+        else:
+            span = self.span.child("engine.transfer", start_ns=start_ns)
+        self._transfer = None
+        span.end(attributes=attributes, error=error, end_ns=self._queued_ns)
+
+    def ended(self, outcome: Finish | ServiceError) -> None:
+        """Closes the span, with what ended it."""
+        submit, span = self._submit, self.span
         attributes: Attributes = {"tidemill.request_id": submit.request_id}
-        attributes |= _call(method_of(submit), status_of(outcome))
+        if not submit.only_prefills:
+            attributes |= _call(method_of(submit), status_of(outcome))
+        if self._transfer is not None:
+            self._transfer.end(error="the request has ended")
         if isinstance(outcome, ServiceError):
             attributes[semconv.ERROR_TYPE] = outcome.reason
             span.end(attributes=attributes, error=outcome.message)
         else:
-            _phases(span, outcome, level)
+            _phases(span, outcome, self._level, self._queued_ns)
             error, status = _FAILED.get(outcome.reason, (None, "OK"))
             attributes |= _usage(outcome)
             if error is not None:
@@ -49,7 +86,33 @@ def trace_request(span: Span, submit: Submit, level: int) -> Ended:
             span.end(attributes=attributes, error=error)
         _tell(span, submit, outcome)
 
-    return ended
+
+@contextmanager
+def trace_sending(span: Span, peer: str, moved: Transfer) -> Iterator[None]:
+    """Around a transfer to another engine: closes its SERVER span."""
+    status, error = "OK", None
+    try:
+        yield
+    except BaseException as failure:
+        is_cancelled = isinstance(failure, asyncio.CancelledError)
+        status = "CANCELLED" if is_cancelled else "INTERNAL"
+        status = status_of(failure) if isinstance(failure, ServiceError) else status
+        error = str(failure) or status.lower()
+        raise
+    finally:
+        attributes = _call(TRANSFER_SPAN, status) | _moved(peer, moved)
+        if error is not None:
+            attributes[semconv.ERROR_TYPE] = status
+        span.end(attributes=attributes, error=error)
+
+
+def _moved(peer: str, moved: Transfer) -> Attributes:
+    return {
+        "tidemill.peer": peer,
+        "tidemill.outcome": moved.outcome,
+        "tidemill.tokens": moved.num_tokens,
+        "tidemill.bytes": moved.num_bytes,
+    }
 
 
 def trace_refusal(span: Span, method: str, error: ServiceError) -> None:
@@ -60,6 +123,8 @@ def trace_refusal(span: Span, method: str, error: ServiceError) -> None:
 
 def method_of(submit: Submit) -> str:
     """The RPC that a sequence stands for, however it came."""
+    if submit.only_prefills:
+        return TRANSFER_SPAN
     return SPAN if submit.pool is None else POOL_SPAN
 
 
@@ -86,13 +151,13 @@ def _tell(span: Span, submit: Submit, outcome: Finish | ServiceError) -> None:
     _LOG.debug("request ended: %s", reason.lower(), extra=extra)
 
 
-def _phases(span: Span, finish: Finish, level: int) -> None:
+def _phases(span: Span, finish: Finish, level: int, queued_ns: int) -> None:
     times = finish.timings
     started = times.arrival_ns + times.queue_ns
     stop = started + times.prefill_ns + times.decode_ns
     decoding = _decoding_since(finish, started)
     last = "engine.denoise" if finish.usage.denoise_steps else "engine.decode"
-    span.child("engine.queue", start_ns=times.arrival_ns).end(end_ns=started)
+    span.child("engine.queue", start_ns=min(queued_ns, started)).end(end_ns=started)
     if decoding > started:
         prefill = span.child("engine.prefill", start_ns=started)
         for mark in finish.marks:

@@ -18,6 +18,13 @@ class Transfer:
     """One of them; `outcome` is done, partial (the rest was computed), or failed."""
 
     outcome: str = "failed"
+    num_tokens: int = 0
+    num_bytes: int = 0
+
+    def add(self, num_tokens: int, piece: Piece) -> None:
+        """A piece of it has been moved."""
+        self.num_tokens += num_tokens
+        self.num_bytes += _size_of(piece)
 
 
 class TransferCounts:
@@ -33,12 +40,12 @@ class TransferCounts:
         self._open = families.gauge("kv_transfers_open", "KV transfers under way.", "direction")
 
     @contextmanager
-    def transfer(self, model: str, direction: str) -> Iterator[Transfer]:
+    def transfer(self, model: str, direction: str, one: Transfer) -> Iterator[None]:
         """Around one, which is a failure until it says otherwise."""
-        one, began = Transfer(), monotonic()
+        began = monotonic()
         self._open.labels(model, direction).inc()
         try:
-            yield one
+            yield
         finally:
             self._open.labels(model, direction).dec()
             self._ended.labels(model, direction, one.outcome).inc()
@@ -47,5 +54,9 @@ class TransferCounts:
     def moved(self, model: str, direction: str, piece: Piece) -> None:
         """A piece has been sent, or is in the pages."""
         is_inline = isinstance(piece, InlinePiece)
-        size = len(piece.content) if isinstance(piece, InlinePiece) else piece.size
-        self._bytes.labels(model, direction, "grpc" if is_inline else "shm").inc(size)
+        connector = "grpc" if is_inline else "shm"
+        self._bytes.labels(model, direction, connector).inc(_size_of(piece))
+
+
+def _size_of(piece: Piece) -> int:
+    return len(piece.content) if isinstance(piece, InlinePiece) else piece.size

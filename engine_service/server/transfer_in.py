@@ -25,7 +25,6 @@ from engine_service.core.handoff import (
     HasRoom,
     ImportPages,
     KvLayout,
-    Piece,
     SharedPiece,
     end_of,
 )
@@ -34,9 +33,10 @@ from engine_service.pieces import Files, laid
 from engine_service.server import convert_transfer as convert
 from engine_service.server.asks import Asks
 from engine_service.server.kv_sources import Sources, is_unsaid
+from engine_service.server.observer import Observer
 from engine_service.server.same_host import shared_host
-from engine_service.server.transfer_counts import RECEIVED, TransferCounts
-from tidemill.runtime.errors import FailedPrecondition, Overloaded, ServiceError, Unsupported
+from engine_service.server.transfer_counts import RECEIVED, Transfer
+from tidemill.runtime.errors import Overloaded, ServiceError
 from tidemill.v1 import engine_pb2_grpc as rpc
 
 _LOOK_S = 0.1
@@ -46,31 +46,18 @@ _REASON_S = 0.5
 _LOG = logging.getLogger("tidemill.engine")
 
 
-def check_role(role: str, submit: Submit) -> None:
-    """Raises FailedPrecondition and Unsupported for what an engine of this role does not do."""
-    if role == "prefill" and submit.pool is None and not submit.only_prefills:
-        raise FailedPrecondition(
-            "this engine is --role prefill: it computes prompts for decode engines and generates "
-            "nothing; send requests to an engine of --role decode or both",
-            reason="PREFILL_ONLY",
-        )
-    if submit.kv_source is not None and role != "decode":
-        raise Unsupported(
-            f"kv_source is {submit.kv_source.address!r}, and this engine is --role {role}; only "
-            "engines of --role decode fetch KV: leave it out",
-            param="kv_source",
-        )
-
-
 @dataclass(eq=False)
 class _Fetch:
     """One transfer, and the sequences of its prompt that wait for it."""
 
     same: tuple[object, ...]
     """What its sequences have in common."""
+    address: str
     first: Submit
     waiting: dict[int, Submit] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
+    moved: Transfer = field(default_factory=Transfer)
+    error: str | None = None
 
 
 class Fetches:
@@ -81,12 +68,13 @@ class Fetches:
         config: EngineConfig,
         asks: Asks,
         forward: Callable[[Command], None],
-        counts: TransferCounts,
+        observer: Observer,
     ) -> None:
         self._config = config
         self._asks = asks
         self._forward = forward
-        self._counts = counts
+        self._observer = observer
+        self._counts = observer.metrics.transfers
         self._sources = Sources(config)
         self._fetches: dict[tuple[object, ...], _Fetch] = {}
         """Those that more sequences may join."""
@@ -139,7 +127,7 @@ class Fetches:
         same = (address, submit.decoding.method, submit.cache_salt, submit.prompt)
         fetch = self._fetches.get(same)
         if fetch is None:
-            fetch = self._begin(_Fetch(same, submit), address)
+            fetch = self._begin(_Fetch(same, address, submit))
         fetch.waiting[submit.key] = submit
         self._fetch_of[submit.key] = fetch
         limit_s = self._config.kv_transfer_timeout_s
@@ -148,8 +136,8 @@ class Fetches:
         late = asyncio.get_running_loop().call_later(limit_s, self._let_go, submit.key)
         self._timers[submit.key] = late
 
-    def _begin(self, fetch: _Fetch, address: str) -> _Fetch:
-        task = asyncio.create_task(self._run(fetch, address), name=f"KV from {address}")
+    def _begin(self, fetch: _Fetch) -> _Fetch:
+        task = asyncio.create_task(self._run(fetch), name=f"KV from {fetch.address}")
         task.add_done_callback(lambda task: self._end(fetch, task))
         self._tasks.add(task)
         fetch.task = task
@@ -162,6 +150,8 @@ class Fetches:
         if fetch is None:
             return
         self._timers.pop(key).cancel()
+        if trace := self._observer.trace_of(key):
+            trace.fetched(fetch.address, fetch.moved, fetch.error)
         self._forward(replace(fetch.waiting.pop(key), kv_source=None))
         if not fetch.waiting and fetch.task is not None:
             fetch.task.cancel()
@@ -182,17 +172,19 @@ class Fetches:
         if self._fetches.get(fetch.same) is fetch:
             del self._fetches[fetch.same]
 
-    async def _run(self, fetch: _Fetch, address: str) -> None:
+    async def _run(self, fetch: _Fetch) -> None:
         """Never raises but when it is cancelled."""
+        address = fetch.address
         try:
-            await self._fetch(fetch.first, address)
+            await self._fetch(fetch)
         except grpc.RpcError as failure:
             if is_unsaid(failure):
                 failure = await self._reason(address) or failure
-            self._tell(self._sources.error_of(failure, address), address)
+            self._tell(fetch, self._sources.error_of(failure, address))
         except ServiceError as error:
-            self._tell(error, address)
-        except Exception:  # a bug here must not cost the request
+            self._tell(fetch, error)
+        except Exception as bug:  # it must not cost the request
+            fetch.error = repr(bug)
             _LOG.exception("fetching KV failed", extra={"source": address})
 
     async def _reason(self, address: str) -> grpc.RpcError | None:
@@ -218,13 +210,22 @@ class Fetches:
             address, lambda channel: rpc.KvTransferServiceStub(channel).Transfer()
         )
 
-    def _tell(self, error: ServiceError, address: str) -> None:
+    def _tell(self, fetch: _Fetch, error: ServiceError) -> None:
+        address, fetch.error = fetch.address, error.message
         _LOG.warning("no KV from %s, it is computed here: %s", address, error.message)
         if error.reason == "KV_SHARED" and self._config.kv_connector == "auto":
             self._sources.part(address)
 
-    async def _fetch(self, submit: Submit, address: str) -> None:
-        layout, method = self.layout, submit.decoding.method or ""
+    def _trace(self, fetch: _Fetch) -> tuple[str, str]:
+        """(traceparent, tracestate) of the call, which is of a sequence that waits for it."""
+        submit = next(iter(fetch.waiting.values()), fetch.first)
+        if trace := self._observer.trace_of(submit.key):
+            return trace.fetches()
+        return submit.kv_source[1:] if submit.kv_source else ("", "")
+
+    async def _fetch(self, fetch: _Fetch) -> None:
+        submit, layout, address = fetch.first, self.layout, fetch.address
+        method = submit.decoding.method or ""
         assert layout is not None, "a decode engine that is up has a layout"
         ask = BeginTransfer(submit.prompt, method, submit.cache_salt, True)
         begun: Begun = await self._asks.ask(ask, undo=end_of)
@@ -232,19 +233,23 @@ class Fetches:
             if begun.num_found < begun.num_tokens and not begun.has_room:
                 begun = await self._with_room(begun)
             if begun.num_found < begun.num_tokens:
-                with self._counts.transfer(layout.model_id, RECEIVED) as counted:
+                with self._counts.transfer(layout.model_id, RECEIVED, fetch.moved):
                     stream = self._open(address)
                     try:
                         host = "" if self._sources.is_apart(address) else self._host
+                        trace = self._trace(fetch)
+                        opening = convert.opening(submit, begun, layout, host, trace)
                         with self._sources.reaching(address):
-                            await stream.write(convert.opening(submit, begun, layout, host))
-                        is_whole = await self._receive(stream, begun, layout.model_id, host)
+                            await stream.write(opening)
+                        is_whole = await self._receive(stream, begun, fetch, host)
                         await stream.done_writing()
                         while is_whole and await stream.read() is not grpc.aio.EOF:
                             is_whole = False  # more than was asked for
                     finally:
                         stream.cancel()
-                    counted.outcome = "done" if is_whole else "partial"
+                    fetch.moved.outcome = "done" if is_whole else "partial"
+            else:
+                fetch.moved.outcome = "cached"
         finally:
             self._files.end(begun.transfer)
             self._asks.post(end_of(begun))
@@ -263,12 +268,12 @@ class Fetches:
             raise Overloaded(f"its pages found no room for {limit_s:g} s") from None
         return begun
 
-    async def _receive(self, stream: Any, begun: Begun, model: str, host: str) -> bool:
+    async def _receive(self, stream: Any, begun: Begun, fetch: _Fetch, host: str) -> bool:
         """Whether all of it has come and found room."""
-        at = begun.num_found
+        at, model = begun.num_found, self.layout.model_id if self.layout else ""
         while at < begun.num_tokens and (answer := await stream.read()) is not grpc.aio.EOF:
             told, piece = answer.piece, convert.to_piece(answer.piece)
-            self._check_way(piece, host)
+            convert.check_way(piece, self._config.kv_connector, host)
             shared = piece
             if not isinstance(shared, SharedPiece):
                 shared = laid(self._files, begun.transfer, shared)
@@ -276,23 +281,9 @@ class Fetches:
             if not await self._asks.ask(found):
                 return False
             self._files.end(begun.transfer)
+            fetch.moved.add(told.num_tokens, piece)
             self._counts.moved(model, RECEIVED, piece)
             at = told.start + told.num_tokens
             with suppress(asyncio.InvalidStateError):  # it has ended; the next read says how
                 await stream.write(convert.taken())
         return at >= begun.num_tokens
-
-    def _check_way(self, piece: Piece, host: str) -> None:
-        """Raises FailedPrecondition for a piece that came another way than was asked for: nobody
-        else says which files of other processes are read here."""
-        is_shared = isinstance(piece, SharedPiece)
-        if is_shared and not host:
-            raise FailedPrecondition(
-                "shared memory came, and messages were asked for", reason="KV_PIECE"
-            )
-        if not is_shared and self._config.kv_connector == "shm":
-            raise FailedPrecondition(
-                "a message came, and --kv-connector is shm here; run both engines on one host as "
-                "one user with it, or pass --kv-connector auto",
-                reason="KV_SHARED",
-            )

@@ -28,14 +28,16 @@ from engine_service.pieces import Views, inlined
 from engine_service.server import convert_transfer as convert
 from engine_service.server.desk import Desk
 from engine_service.server.outlet import StepRows
+from engine_service.server.request_trace import trace_sending
 from engine_service.server.same_host import shared_host
-from engine_service.server.transfer_counts import SENT
+from engine_service.server.transfer_counts import SENT, Transfer
 from tidemill.runtime.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     ServiceError,
     Unavailable,
 )
+from tidemill.telemetry.tracer import Span
 
 _Heard = TypeVar("_Heard")
 _LOG = logging.getLogger("tidemill.engine")
@@ -60,6 +62,7 @@ class Sending:
         self._slots = slots
         self._views = views
         self._is_shared = False
+        self._sent = Transfer()
         self._num_out = 0
         self._taken = asyncio.Event()
         self._ended: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
@@ -70,12 +73,18 @@ class Sending:
         frame = await self._within("its TransferOpen", self._stream.read())
         if frame is grpc.aio.EOF or frame.WhichOneof("frame") != "open":
             raise FailedPrecondition("the first frame of a transfer must be TransferOpen")
-        opened, desk = frame.open, self._desk
+        trace = (frame.open.traceparent, frame.open.tracestate)
+        span, peer = self._desk.observer.sends(trace), self._stream.peer()
+        with trace_sending(span, peer, self._sent):
+            await self._answer(frame.open, span)
+
+    async def _answer(self, opened: Any, span: Span) -> None:
+        desk = self._desk
         facts = desk.check_open()
         convert.check_layout(opened, facts.kv_layout, facts.role)
         connector = desk.config.kv_connector
         self._is_shared = convert.check_connector(opened, connector, shared_host())
-        with desk.observer.metrics.transfers.transfer(facts.model_id, SENT) as counted:
+        with desk.observer.metrics.transfers.transfer(facts.model_id, SENT, self._sent):
             begun: Begun = await desk.core.asks.ask(
                 BeginTransfer(opened.prompt_token_ids, opened.method, opened.cache_salt, False),
                 undo=end_of,
@@ -83,14 +92,17 @@ class Sending:
             try:
                 self._check_size(begun.unit_bytes)
                 if begun.num_found < begun.num_tokens:
-                    trace = (opened.traceparent, opened.tracestate)
                     left_s = self._stream.time_remaining()
-                    await self._compute(convert.to_prefill(opened, left_s), trace)
+                    await self._compute(convert.to_prefill(opened, left_s), _below(span))
                 async with self._slots:
-                    is_whole = await self._send(begun, opened, facts.model_id)
+                    sending = span.child("engine.send")
+                    try:
+                        is_whole = await self._send(begun, opened, facts.model_id)
+                    finally:
+                        sending.end()
             finally:
                 desk.core.asks.post(end_of(begun))
-            counted.outcome = "done" if is_whole else "partial"
+            self._sent.outcome = "done" if is_whole else "partial"
 
     def _check_size(self, unit_bytes: int) -> None:
         """Raises FailedPrecondition where no message holds a unit, before a prompt is computed."""
@@ -145,6 +157,7 @@ class Sending:
                 if not self._is_shared:
                     piece = inlined(self._views, exported.piece)
                 await self._write(convert.piece_message(start, exported.num_tokens, piece))
+                self._sent.add(exported.num_tokens, piece)
                 desk.observer.metrics.transfers.moved(model, SENT, piece)
         finally:
             reader.cancel()
@@ -198,3 +211,8 @@ class Sending:
         """The sequence got no finish."""
         if not self._ended.done():
             self._ended.set_exception(error)
+
+
+def _below(span: Span) -> tuple[str, str]:
+    """(traceparent, tracestate) of what is done for it."""
+    return (span.context.traceparent, span.context.state) if span.context else ("", "")

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -96,7 +97,9 @@ class Target:
         chosen = config(kv_connector=connector, **flags)
         asks: Any = self.asks
         forward: Callable[[Any], None] = self.passed.append
-        self.fetches = Fetches(chosen, asks, forward, TransferCounts(Families()))
+        counts = SimpleNamespace(transfers=TransferCounts(Families()))
+        observer: Any = SimpleNamespace(metrics=counts, trace_of=lambda _: None)
+        self.fetches = Fetches(chosen, asks, forward, observer)
         self.fetches.layout = KvLayout("m", "w", "float32", PAGE, 1, 1, 8)
 
     def submit(self, number: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from engine_service.core.blocks import Blocks
 from engine_service.core.messages import Finish, FinishReason, Submit, Timings, Usage
 from engine_service.core.params import DecodingChoice, SamplingParams
-from engine_service.server.request_trace import trace_request
+from engine_service.server.request_trace import RequestTrace
 
 
 def touched_slowly(blocks: Blocks, prompt_len: int, num_output: int, pinned: list[int]) -> int:
@@ -73,8 +73,8 @@ def traced(num_denoised: int) -> dict[str, Any]:
     submit = Submit(key=1, request_id="r", prompt=b"", sampling=sampling, decoding=decoding)
     usage = Usage(4, 0, 8, 1 + num_denoised, num_denoised, 0)
     recorder = Recorder()
-    end = trace_request(recorder, submit, 1)  # type: ignore[arg-type]
-    end(Finish(FinishReason.LENGTH, None, "", usage, Timings(0, 0, 0, 0), num_blocks=3))
+    trace = RequestTrace(recorder, submit, 1)  # type: ignore[arg-type]
+    trace.ended(Finish(FinishReason.LENGTH, None, "", usage, Timings(0, 0, 0, 0), num_blocks=3))
     return recorder.attributes
 
 

@@ -25,6 +25,7 @@ from engine_service.server.transfer_out import HEADER_BYTES, PIECE_BYTES, Sendin
 from tests.waiting import PATIENCE_S
 from tidemill.runtime.errors import DeadlineExceeded, FailedPrecondition
 from tidemill.telemetry.families import Families
+from tidemill.telemetry.tracer import Span, Tracer
 from tidemill.v1 import engine_pb2 as pb
 
 PAGE, NUM_PIECES = 16, 40
@@ -78,6 +79,9 @@ class Talk:
             raise frame
         return frame
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
     async def write(self, answer: pb.TransferResponse) -> None:
         await self.reads.wait()
         self.starts.append(answer.piece.start)
@@ -93,7 +97,10 @@ def sending(asks: Asks, talk: Talk, patience_s: float = PATIENCE_S) -> asyncio.T
             max_message_bytes=MOST_BYTES,
             kv_transfer_timeout_s=patience_s,
         ),
-        observer=SimpleNamespace(metrics=SimpleNamespace(transfers=TransferCounts(Families()))),
+        observer=SimpleNamespace(
+            metrics=SimpleNamespace(transfers=TransferCounts(Families())),
+            sends=lambda _: Span(Tracer("test", None), None),
+        ),
     )
     return asyncio.create_task(Sending(desk, talk, asyncio.Semaphore(1), Views()).run())
 

@@ -14,8 +14,7 @@ from engine_service.core.handoff import (
 )
 from engine_service.core.messages import Submit
 from engine_service.core.params import DecodingChoice, PoolChoice, SamplingParams
-from engine_service.server.convert_transfer import check_connector
-from engine_service.server.transfer_in import check_role
+from engine_service.server.convert_transfer import check_connector, check_role
 from frontend.fleet.same_model import common_facts
 from frontend.messages import EngineFacts
 from tidemill.runtime.errors import (
