@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import uvloop
 
+from frontend import open_files
 from frontend.app import FrontendServer
 from frontend.config import FrontendConfig
-from tidemill.runtime import log, open_files, options
+from tidemill.runtime import log, options
 from tidemill.runtime.errors import ServiceError
 
 _LOG = logging.getLogger("tidemill.frontend")

@@ -42,10 +42,12 @@ def test_environment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     monkeypatch.setenv("TIDEMILL_PAGE_SIZE", "32")
     monkeypatch.setenv("TIDEMILL_PAEG_SIZE", "32")
     monkeypatch.setenv("TIDEMILL_DATA_PARALLEL_SIZE", "2")
+    monkeypatch.setenv("TIDEMILL_CONFIG", "tidemill.yaml")
     monkeypatch.setenv("HF_TOKEN", "hush")
     shown = answers(capsys)["environment"]
     assert isinstance(shown, dict)
     assert shown["TIDEMILL_PAGE_SIZE"] == "32"
     assert shown["TIDEMILL_DATA_PARALLEL_SIZE"] == "2"
+    assert shown["TIDEMILL_CONFIG"] == "tidemill.yaml"
     assert shown["TIDEMILL_PAEG_SIZE"] == "32 (no such setting)"
     assert shown["HF_TOKEN"] == "(hidden)"

@@ -79,6 +79,22 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
     )
 
 
+def test_the_file_of_flags_may_be_a_variable(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A --config flag goes first, and a file that is not there is told."""
+    file, other = tmp_path / "boat.yaml", tmp_path / "other.yaml"
+    file.write_text("length: 1\nname: sea\n")
+    other.write_text("length: 2\n")
+    environ = {"TIDEMILL_CONFIG": str(file), "TIDEMILL_NAME": "lake"}
+    assert parse(environ=environ) == Boat(length=1, name="lake")
+    assert parse("--config", str(other), environ=environ) == Boat(length=2, name="lake")
+    assert parse(environ={"TIDEMILL_CONFIG": ""}) == Boat()
+    said = refusal(capsys, environ={"TIDEMILL_CONFIG": str(tmp_path / "gone.yaml")})
+    assert "No such file" in said
+    assert "gone.yaml" in said
+
+
 @pytest.mark.parametrize(
     ("text", "value"), [("0", False), ("False", False), ("1", True), ("true", True)]
 )

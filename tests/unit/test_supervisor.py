@@ -18,7 +18,7 @@ from tests.waiting import PATIENCE_S
 from tidemill.commands import engine_state, keeper
 from tidemill.commands.child import Child
 from tidemill.commands.engine_group import EnginePlan
-from tidemill.commands.keeper import Keeper
+from tidemill.commands.keeper import Keeper, environ_without
 from tidemill.commands.screen import Screen
 from tidemill.commands.supervisor import Supervisor
 
@@ -191,3 +191,13 @@ async def test_a_health_page_that_says_nothing_is_asked_again(
         for writer in asked:
             writer.close()
     assert len(asked) >= 2  # more of them when an answer is late
+
+
+def test_services_read_no_file_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has flags of both services in it, and those of this one are told as flags."""
+    monkeypatch.setenv("TIDEMILL_CONFIG", "both.yaml")
+    monkeypatch.setenv("TIDEMILL_SEED", "1")
+    monkeypatch.setenv("TIDEMILL_API_KEY", "secret")
+    found = environ_without(EngineConfig())
+    assert not {"TIDEMILL_CONFIG", "TIDEMILL_SEED"} & found.keys()
+    assert found["TIDEMILL_API_KEY"] == "secret"

@@ -120,7 +120,7 @@ def _nvidia_smi() -> str:
 def _environment() -> dict[str, str]:
     """Variables that change what we do; values that look like secrets are not shown."""
     kinds = (EngineConfig, FrontendConfig, LauncherConfig)
-    known = {name for kind in kinds for name in options.settings_of(kind)}
+    known = {"config", *(name for kind in kinds for name in options.settings_of(kind))}
     shown = {}
     for name, value in sorted(os.environ.items()):
         if not name.startswith(("TIDEMILL_", "CUDA_", "TORCH_", "OMP_", "HF_", "NCCL_", "GRPC_")):

@@ -166,5 +166,5 @@ def arguments(config: object) -> list[str]:
 
 def environ_without(config: object) -> dict[str, str]:
     """Our variables without those that `arguments` has said better."""
-    said = {f"TIDEMILL_{name.upper()}" for name in options.settings_of(type(config))}
+    said = {f"TIDEMILL_{name.upper()}" for name in ("config", *options.settings_of(type(config)))}
     return {name: text for name, text in os.environ.items() if name not in said}

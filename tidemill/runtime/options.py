@@ -108,7 +108,8 @@ def parse(
         # Of several values of one flag, all but the first look like further positional ones.
         unknown = [w for w in rest if w[:1] == "-"] or rest[len(unsaid) :]
         _refuse_unknown("argument", unknown, map(flag_of, known), advice)
-        words = _words_of_file(said.config, known, advice, spellings)
+        path = said.config or environ.get("TIDEMILL_CONFIG", "")
+        words = _words_of_file(path, known, advice, spellings)
         words += _words_of_environment(environ, known)
     except (OSError, ValueError, yaml.YAMLError) as error:
         parser.error(str(error))
