@@ -182,6 +182,9 @@ def test_refusals_of_the_environment(capsys: pytest.CaptureFixture[str]) -> None
         ("length: long\n", "boat.yaml: length: 'long' is not INT"),
         ("rig: yawl\n", "boat.yaml: rig: 'yawl' is not {sloop,ketch}"),
         ("length: [\n", "expected the node content"),
+        ("length: 1\nname: a\nlength: 1\n", "boat.yaml: length is there twice; leave one of"),
+        ("cargo:\n  tea: 1\n  tea: 2\n", "boat.yaml: tea is there twice"),
+        ('{"length": 1, "length": 2}', "boat.yaml: length is there twice"),
     ],
 )
 def test_refusals_of_a_file(

@@ -188,26 +188,39 @@ def _respelt(word: str, spellings: Mapping[str, str]) -> str:
     return spellings.get(flag, flag) + equals + value
 
 
+class _Once(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping, of which YAML takes the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = [key.value for key, _ in node.value]
+        if twice := [key for at, key in enumerate(keys) if key in keys[:at]]:
+            raise ValueError(f"{self.name}: {twice[0]} is there twice; leave one of them out")
+        return node
+
+
 def _words_of_file(
     path: str,
     known: Mapping[str, Setting],
     advice: Mapping[str, str],
     spellings: Mapping[str, str],
 ) -> list[str]:
-    loaded = yaml.safe_load(Path(path).read_text()) if path else {}
+    loaded: Any = {}
+    if path:
+        with Path(path).open() as file:
+            loaded = yaml.load(file, _Once)
     if not isinstance(loaded, dict):
         raise ValueError(f"{path}: expected a mapping of names to values")
-    said: dict[str, Any] = {}
-    keys: dict[str, str] = {}
+    said: dict[str, tuple[str, Any]] = {}
     for key, value in ((str(key), value) for key, value in loaded.items()):
         name, meant = _setting_of_key(key, value, known, spellings)
-        if name in said:
-            raise ValueError(f"{path}: {keys[name]} and {key} are the same; leave one of them out")
-        said[name], keys[name] = meant, key
+        first, _ = said.setdefault(name, (key, meant))
+        if first != key:
+            raise ValueError(f"{path}: {first} and {key} are the same; leave one of them out")
     _refuse_unknown(f"key in {path}:", said, known, advice)
     return [
-        flag_of(name, _convert_from(f"{path}: {keys[name]}", known[name], value))
-        for name, value in said.items()
+        flag_of(name, _convert_from(f"{path}: {key}", known[name], value))
+        for name, (key, value) in said.items()
     ]
 
 
