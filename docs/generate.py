@@ -22,7 +22,8 @@ A value is taken from the first of: flag (`--page-size 32`), environment variabl
 `TIDEMILL_CONFIG` names the file as `--config` does. Its keys must be flags of the command.
 Switches are turned off with `--no-<name>`; `none` unsets an optional value; objects are JSON.
 An unknown flag or key is an error, and so is a key that a file has twice; a variable of no flag
-is ignored, and an empty one counts as unset. `--print-config` shows the result in a form that `--config` reads.
+is ignored, and an empty one counts as unset. `--print-config` shows the result in a form that
+`--config` reads.
 
 `tidemill serve` takes the flags of both services and its own, except `--engine`,
 `--engine-tls-*` and `--connect-timeout-s`; a flag that both have is given once. `--host`,

@@ -162,7 +162,9 @@ def test_refusals(capsys: pytest.CaptureFixture[str], argv: list[str], words: st
 
 def test_refusals_of_a_positional(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown argument lake; several" in refusal(capsys, "sea", "lake", positional="name")
-    assert "unknown argument sea" in refusal(capsys, "sea", "--name", "lake", positional="name")
+    twice = refusal(capsys, "sea", "--name", "lake", positional="name")
+    assert "error: name is given twice, sea and --name=lake; leave one out" in twice
+    assert "unknown argument --nmae" in refusal(capsys, "--nmae", "--name=lake", positional="name")
     three = refusal(capsys, "sea", "sloop", "lake", positional="name rig")
     assert "unknown argument lake; several values of one flag stand with commas between" in three
 

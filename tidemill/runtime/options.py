@@ -54,9 +54,7 @@ def settings_of(kind: type) -> dict[str, Setting]:
     }
     hints, marked = get_type_hints(kind), get_type_hints(kind, include_extras=True)
     return {
-        f.name: Setting(
-            _default(f), hints[f.name], docs.get(f.name, ""), _is_listed(marked[f.name])
-        )
+        (n := f.name): Setting(_default(f), hints[n], docs.get(n, ""), _is_listed(marked[n]))
         for f in fields(kind)
     }
 
@@ -100,16 +98,11 @@ def parse(
     parser = _parser(known, prog, positional)
     given = sys.argv[1:] if argv is None else argv
     said, rest = parser.parse_known_args([_respelt(word, spellings) for word in given])
-    unsaid = [name for name in positional.split() if not hasattr(said, name)]
-    if len(rest) <= len(unsaid) and all(word[:1] != "-" for word in rest):
-        vars(said).update(zip(unsaid, rest, strict=False))
-        rest = []
     try:
-        # Of several values of one flag, all but the first look like further positional ones.
-        unknown = [w for w in rest if w[:1] == "-"] or rest[len(unsaid) :]
+        unknown = _unplaced(said, rest, given, positional)
         _refuse_unknown("argument", unknown, map(flag_of, known), advice)
         path = said.config or environ.get("TIDEMILL_CONFIG", "")
-        words = _words_of_file(path, known, advice, spellings)
+        words = _words_of_file(path, known, advice, spellings) if path else []
         words += _words_of_environment(environ, known)
     except (OSError, ValueError, yaml.YAMLError) as error:
         parser.error(str(error))
@@ -125,6 +118,19 @@ def parse(
         print(json.dumps(shown, indent=2))
         parser.exit()
     return made
+
+
+def _unplaced(said: Any, rest: list[str], given: Sequence[str], positional: str) -> list[str]:
+    """Gives the bare words to fields of `positional` without a value; returns what is nobody's."""
+    unsaid = [name for name in positional.split() if not hasattr(said, name)]
+    if len(rest) <= len(unsaid) and all(word[:1] != "-" for word in rest):
+        vars(said).update(zip(unsaid, rest, strict=False))
+        return []
+    if positional and not unsaid and given[0][:1] != "-":
+        twice = flag_of(first := positional.split()[0], getattr(said, first))
+        raise ValueError(f"{first} is given twice, {given[0]} and {twice}; leave one out")
+    # Of several values of one flag, all but the first look like further positional ones.
+    return [word for word in rest if word[:1] == "-"] or rest[len(unsaid) :]
 
 
 def _default(field: Field[Any]) -> Any:
@@ -205,10 +211,8 @@ def _words_of_file(
     advice: Mapping[str, str],
     spellings: Mapping[str, str],
 ) -> list[str]:
-    loaded: Any = {}
-    if path:
-        with Path(path).open() as file:
-            loaded = yaml.load(file, _Once)
+    with Path(path).open() as file:
+        loaded = yaml.load(file, _Once)
     if not isinstance(loaded, dict):
         raise ValueError(f"{path}: expected a mapping of names to values")
     said: dict[str, tuple[str, Any]] = {}
