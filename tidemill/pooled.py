@@ -199,6 +199,6 @@ def _texts(name: str, given: str | Sequence[str]) -> list[str]:
 
 def _to_vector(finish: Finish) -> list[float]:
     """What a prompt was pooled into; raises InternalError where it ended early."""
-    if finish.reason is not FinishReason.LENGTH:
+    if finish.reason is not FinishReason.STOP:
         raise InternalError(f"a prompt ended early: {finish.reason.name.lower()} {finish.detail}")
     return array("f", finish.vector).tolist()

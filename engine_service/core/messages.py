@@ -38,6 +38,8 @@ class FinishReason(IntEnum):
     DEAD_END = 8
     """Nothing that the request allows can follow what it has. On the wire an ERROR, with
     `dead_end`: frontends that are older know no such reason."""
+    STOP = 9
+    """It has the vector that was asked for. Not on the wire: a PoolResponse has no reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

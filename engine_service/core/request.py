@@ -210,7 +210,7 @@ class Request:
         if stop is not None:
             return Ending(stop.reason, stop.detail, stop.stop_token_id)
         if decision is not None and decision.vector is not None:
-            return Ending(FinishReason.LENGTH, vector=decision.vector)
+            return Ending(FinishReason.STOP, vector=decision.vector)
         if self.only_prefills and self.num_cached >= self.prompt_len:
             return Ending(FinishReason.LENGTH)
         return None

@@ -66,7 +66,7 @@ def to_pool_submit(request: pb.PoolRequest, remaining_s: float | None) -> core.S
 
 def to_pool_response(finish: core.Finish) -> pb.PoolResponse:
     """Raises the ServiceError that an early end stands for."""
-    if finish.reason is not core.FinishReason.LENGTH:
+    if finish.reason is not core.FinishReason.STOP:
         kind, text = _ENDS.get(finish.reason, (InternalError, "the request failed"))
         raise kind(f"{text}: {finish.detail}" if finish.detail else text)
     values = array("f", finish.vector)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine_service.core.messages import Abort
+from engine_service.core.messages import Abort, FinishReason
 from engine_service.core.params import PoolChoice
 from tests.equivalence.pooling import Outcome, make_engine, pool_reference, run, step, submit
 from tests.equivalence.shapes import SHAPES
@@ -73,6 +73,7 @@ def test_pools_as_transformers_does(checkpoint, setup, seed):
         )
         np.testing.assert_allclose(outcome.vector(key), expected, atol=CLOSE)
         usage = outcome.finishes[key].usage
+        assert outcome.finishes[key].reason is FinishReason.STOP, "nothing of it was cut"
         assert (usage.prompt_tokens, usage.output_tokens) == (len(prompt), 0)
         assert usage.cached_tokens == 0 or choice.kind == "last"
     assert not any(outcome.tokens.values())

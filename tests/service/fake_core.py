@@ -146,7 +146,7 @@ class FakeCore:
         vector = struct.pack("<4f", len(prompt), prompt[0], normalize, asked.dimensions or 0)
         times = Timings(live.submit.arrival_ns, 0, now - live.submit.arrival_ns, 0)
         usage = Usage(len(prompt), 0, 0, 1, 0, 0)
-        return Finish(FinishReason.LENGTH, None, "", usage, times, (), vector)
+        return Finish(FinishReason.STOP, None, "", usage, times, (), vector)
 
 
 FACTS = EngineFacts(

@@ -6,6 +6,7 @@ import asyncio
 
 import grpc
 import pytest
+from prometheus_client import generate_latest
 
 from engine_service.core.messages import FinishReason
 from tests.service.engine_fixtures import engine, info, pack, stubs
@@ -25,7 +26,10 @@ async def test_a_vector_and_what_it_cost() -> None:
         assert (answer.usage.prompt_tokens, answer.usage.output_tokens) == (3, 0)
         plain = await stub.Pool(pb.PoolRequest(prompt_token_ids=pack(7)))
         assert list(plain.values) == [1, 7, -1, 0]
-        assert server.desk.core.finished == {FinishReason.LENGTH: 2}
+        assert server.desk.core.finished == {FinishReason.STOP: 2}
+        metrics = generate_latest(server.desk.observer.metrics.registry).decode()
+    assert 'request_success_total{finished_reason="stop",model_name="fake"} 2.0' in metrics
+    assert "length" not in metrics.partition("request_success_total{")[2].partition("# HELP")[0]
 
 
 async def test_many_at_once_each_get_their_own() -> None:
