@@ -251,9 +251,12 @@ class Desk:
 
     def _finished_text(self) -> str:
         """The counters of ended requests, for people and tests: `finished: length=3 refused=1`."""
+        if not self.core.finished:
+            return "no request has ended yet"
         counts = sorted(self.core.finished.items(), key=lambda one: one[0] or math.inf)
-        said = (f"{'refused' if r is None else r.name.lower()}={n}" for r, n in counts)
-        return "finished: " + (" ".join(said) or "none yet")
+        return "finished: " + " ".join(
+            f"{'refused' if r is None else r.name.lower()}={n}" for r, n in counts
+        )
 
     def _silence_text(self) -> str:
         return f"the core has said nothing for more than {self.config.heartbeat_timeout_s:g} s"

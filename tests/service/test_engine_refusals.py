@@ -64,6 +64,7 @@ async def test_refusals_of_the_core_are_no_errors_of_the_engine() -> None:
         http_client(f"http://127.0.0.1:{server.metrics_port}") as http,
     ):
         wrong = spec()
+        assert (await http.get("/health")).json()["detail"] == "no request has ended yet"
         for _ in range(3):
             assert await code_of(rest(stub.Generate(pb.GenerateRequest(spec=wrong)))) != "INTERNAL"
         await until(lambda: "=3" in server.desk.board.snapshot.detail)

@@ -114,7 +114,7 @@ def test_the_log_has_one_line_per_stage_and_state(caplog: pytest.LogCaptureFixtu
         for done in range(1, 69):
             made.move(S.LOADING, f"weights {done}/68")
             log(made.snapshot)
-        made.move(S.READY, "finished: none yet")
+        made.move(S.READY, "no request has ended yet")
         for load in (IDLE, BUSY, IDLE):
             log(made.snapshot)
             made.observe(load, f"finished: length={load.running}")
@@ -123,7 +123,7 @@ def test_the_log_has_one_line_per_stage_and_state(caplog: pytest.LogCaptureFixtu
     assert caplog.messages == [
         "loading: starting the core process",
         "loading: weights 1/68",
-        "ready: finished: none yet",
+        "ready: no request has ended yet",
     ]
 
 
