@@ -35,6 +35,9 @@ from tidemill.telemetry.tracer import Tracer
 
 _LOG = logging.getLogger("tidemill.frontend")
 _CLOSING_S = 2.0
+_KEPT_S = 100
+"""How long a connection may lie idle: longer than clients and proxies keep theirs (httpx 5 s, nginx
+and AWS 60 s, Go and Traefik 90 s), for a request that comes in the moment of closing is lost."""
 _SETTLING_S = 0.05
 """Of quiet before the gRPC server stops: it ends calls that the loop has not accepted yet with
 CANCELLED (grpc/grpc#41785), where those that it has are refused as UNAVAILABLE. Of 360 calls a
@@ -80,6 +83,7 @@ class FrontendServer:
                 server_header=False,
                 proxy_headers=False,  # the gate knows which proxies to trust
                 ssl_context_factory=_context_of(self._tls),
+                timeout_keep_alive=_KEPT_S,
                 timeout_graceful_shutdown=int(_CLOSING_S),
             ),
             listener,

@@ -97,6 +97,19 @@ async def test_a_request_has_its_time_to_come_and_an_answer_all_it_needs(
     assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
 
 
+async def test_an_idle_connection_is_kept_for_longer_than_clients_keep_it(tmp_path: Path) -> None:
+    """httpx takes one that has been idle for up to 5 s: were it closed here then, the request that
+    is on its way would be lost."""
+    async with stack(tmp_path) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.frontend.http_port)
+        for idle_s in (5.5, 0.0):
+            writer.write(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            await reader.readuntil(b"}")
+            await asyncio.sleep(idle_s)
+        writer.close()
+
+
 async def test_a_client_that_leaves_inside_of_its_request_is_no_failure_of_ours(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
