@@ -66,6 +66,7 @@ def check_stages(kind: type[CausalModel], traits: ModelTraits, num_stages: int) 
 
 def _uneven(axes: dict[str, int], num_kv_heads: int, num_ranks: int) -> list[str]:
     wrong = [f"{size} {name}" for name, size in axes.items() if size % num_ranks]
-    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
-        wrong.append(f"{num_kv_heads} key-value heads")
+    heads = f"{num_kv_heads} key-value heads"
+    if num_kv_heads % num_ranks and num_ranks % num_kv_heads and heads not in wrong:
+        wrong.append(heads)
     return wrong

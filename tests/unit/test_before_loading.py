@@ -71,6 +71,11 @@ def test_heads_that_do_not_divide(tmp_path: Path, seed: int) -> None:
     assert "pass one of 1, 2, 4" in error.message
 
 
+def test_heads_of_a_whole_canvas_are_told_once() -> None:
+    told = refused(Path("demo-canvas"), Place(0, 4)).message
+    assert "4 does not divide LLaDAModelLM's 6 attention heads and 6 key-value heads; pass" in told
+
+
 @pytest.mark.parametrize(
     ("device", "num_ranks", "told"),
     [
