@@ -107,11 +107,11 @@ def choose_tile(num_rows: int, out_size: int, num_sms: int) -> GatedTile | None:
     if num_rows < _LEAST_ROWS:
         return None
     tiles: tuple[GatedTile, ...] = (*_TALL, *_BELOW)
-    if num_rows <= MANY_ROWS:
-        one_row = num_rows == _LEAST_ROWS
-        tiles = (*_BESIDE, _LOW) if one_row else (*_BELOW, _WIDE, _BESIDE[0])
-    # Of one row of tiles reading the weights is most.
-    least = 0.7 if num_rows == _LEAST_ROWS else 0.8
+    least = 0.8
+    if num_rows == _LEAST_ROWS:
+        tiles, least = (*_BESIDE, _LOW), 0.7  # reading the weights is most
+    elif num_rows <= MANY_ROWS:
+        tiles = (*_BELOW, _WIDE, _BESIDE[0])
     judged = [(*_judge(tile, num_rows, out_size, num_sms), tile) for tile in tiles]
     filling = [
         (takes, tile)

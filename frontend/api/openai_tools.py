@@ -26,11 +26,7 @@ INVALID_JSON = "INVALID_JSON"
 
 
 def with_tools(
-    chat: Chat,
-    tools: Sequence[ToolBody],
-    choice: ToolChoice,
-    *,
-    parallel: bool | None,
+    chat: Chat, tools: Sequence[ToolBody], choice: ToolChoice, *, parallel: bool | None
 ) -> Chat:
     """The chat with the tools that the model is told of (none for the choice `none`), and with what
     it must call of them.
