@@ -14,7 +14,12 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from engine_service.attention.base import AttentionBackend, AttentionBatch, LayerCache
+from engine_service.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    LayerCache,
+    zero_pages,
+)
 from engine_service.attention.pieces import Piece, cut_spans, group_pieces, read_spans
 from engine_service.core.step import Span
 from engine_service.kernels.store_kv import store_kv
@@ -67,7 +72,7 @@ class SdpaBackend(AttentionBackend):
         from 512 keys on."""
         shape = self.shape
         size = (num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
-        k, v = (torch.zeros(size, dtype=shape.dtype, device=device) for _ in "kv")
+        k, v = (zero_pages(size, shape.dtype, device) for _ in "kv")
         return LayerCache(k=k.transpose(1, 2), v=v.transpose(1, 2))
 
     def plan(self, batch: AttentionBatch, *, window: int | None) -> _Plan:

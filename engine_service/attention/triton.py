@@ -13,6 +13,7 @@ from engine_service.attention.base import (
     AttentionBackend,
     AttentionBatch,
     LayerCache,
+    zero_pages,
 )
 from engine_service.kernels.paged_attention import paged_attention_triton
 from engine_service.kernels.paged_decode import (
@@ -58,7 +59,7 @@ class TritonBackend(AttentionBackend):
         """Head-major pages: the keys of a tile are one piece of memory."""
         shape = self.shape
         size = (num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
-        k, v = (torch.zeros(size, dtype=shape.dtype, device=device) for _ in "kv")
+        k, v = (zero_pages(size, shape.dtype, device) for _ in "kv")
         return LayerCache(k=k.transpose(1, 2), v=v.transpose(1, 2))
 
     def plan(self, batch: AttentionBatch, *, window: int | None) -> TritonPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch
 
@@ -114,3 +115,16 @@ def test_files_that_were_read_are_free_ram_of_a_container(tmp_path, monkeypatch)
 
 def test_free_ram_is_plausible():
     assert 0 < memory.free_ram() < 1 << 50
+
+
+@pytest.mark.parametrize("name", ["sdpa", "reference"])
+def test_pages_of_a_cpu_are_zeros_that_take_no_memory_before_they_are_written(name: str) -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    pool = KVPool(create_backend(name, SHAPE), 2, 128 << 10, torch.device("cpu"))
+    size = pool.k.nbytes + pool.v.nbytes
+    assert size > 256 << 20
+    assert process.memory_info().rss - before < size / 8
+    assert not pool.k[:, -3:].any()
+    pool.v[1] = 1.0  # the control
+    assert process.memory_info().rss - before > size / 8
