@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import Store as Store  # type: ignore[attr-defined]
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from engine_service import first_rank
 from engine_service.beside import Summed
 from engine_service.device_kinds import check_kinds, kind_of
 from engine_service.peers import PeerSums
@@ -109,7 +110,11 @@ class Group:
 
     def sum_(self, x: torch.Tensor) -> torch.Tensor:
         """x := the sum over all ranks."""
-        if self.size > 1:
+        if self.size == 1:
+            return x
+        if first_rank.suits(x):
+            self._give_all(x, x, lambda parts: sum(parts[1:], start=parts[0]))
+        else:
             dist.all_reduce(x, group=self._devices)
         return x
 
@@ -118,10 +123,18 @@ class Group:
         if self.size == 1:
             return x_NV
         num_rows, width = x_NV.shape
+        if first_rank.suits(x_NV):
+            joined = x_NV.new_empty(num_rows, self.size * width)
+            self._give_all(joined, x_NV.contiguous(), lambda parts: torch.cat(parts, dim=1))
+            return joined
         pieces = x_NV.new_empty(self.size * num_rows, width)
         _gather(pieces, x_NV.contiguous(), group=self._devices)
         columns = pieces.view(self.size, num_rows, width).transpose(0, 1)
         return columns.reshape(num_rows, self.size * width).contiguous()
+
+    def _give_all(self, out: torch.Tensor, x: torch.Tensor, make: first_rank.MakeOfParts) -> None:
+        sizes = {"rank": self.rank, "size": self.size}
+        first_rank.give_all(out, x, make, **sizes, group=self._devices)
 
     def all_of(self, fact: Any) -> list[Any]:
         """What every rank of every stage says, in the order of ranks; small host objects.
