@@ -11,23 +11,31 @@ import logging
 import os
 import socket
 import sys
+from typing import TYPE_CHECKING
 
-from engine_service.child import die_with, ignore_stop_signals
+from engine_service.child import die_with, ignore_stop_signals, load_calmly
 from engine_service.pipe import BlockingPipe, PeerGone
-from engine_service.rank_worker import open_worker
 from engine_service.ranks.broadcast import Reader, Wires
-from engine_service.ranks.following import follow
-from engine_service.ranks.group import OpenWorker
 from engine_service.ranks.guard import Guard
 from engine_service.ranks.messages import Start
 from tidemill.runtime import log
 
+if TYPE_CHECKING:
+    from engine_service.ranks.group import OpenWorker
 
-def main(argv: list[str], make: OpenWorker = open_worker) -> int:
-    """Follows rank 0 until it ends; returns the exit status."""
+
+def main(argv: list[str], make: OpenWorker | None = None) -> int:
+    """Follows rank 0 until it ends; returns the exit status.
+
+    Imports torch, which takes seconds: when it dies with rank 0 already, and calmly.
+    """
     fd, memory, news, room, leader_pid = map(int, argv)
     die_with(leader_pid)
     ignore_stop_signals()
+    load_calmly()
+    from engine_service.rank_worker import open_worker
+    from engine_service.ranks.following import follow
+
     pipe = BlockingPipe(socket.socket(fileno=fd))
     try:
         start: Start = pipe.receive(None)[0]
@@ -37,7 +45,7 @@ def main(argv: list[str], make: OpenWorker = open_worker) -> int:
     log.configure(start.config.log_level, service=f"rank{rank}")
     plans = Reader(Wires(memory, news, room), reader=rank - 1, num_readers=size - 1)
     Guard(plans, leader_pid, ends_silent_leader=start.ends_silent_leader)
-    return follow(pipe, start, plans, make)
+    return follow(pipe, start, plans, make or open_worker)
 
 
 if __name__ == "__main__":

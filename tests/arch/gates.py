@@ -40,6 +40,7 @@ OPTIONAL_WHEELS = {
 
 LAZY_IMPORTS = {
     "engine_service/composition.py": "reports its first stage before torch is loaded",
+    "engine_service/follower.py": "dies with rank 0 also while torch is loaded",
     "tidemill/bench": "options are read before torch is loaded",
     "tidemill/commands": "a verb loads torch only when it runs",
 }
