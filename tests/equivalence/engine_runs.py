@@ -10,12 +10,16 @@ from engine_service.core.messages import Submit
 from engine_service.core.params import DecodingChoice, SamplingParams
 
 
-def run(engine: Engine, prompts: list[list[int]], count: int, knobs=None, **sampling):
-    """Tokens of every prompt, and how often somebody was preempted."""
+def run(
+    engine: Engine, prompts: list[list[int]], count: int, knobs=None, each=None, **sampling
+) -> tuple[list[list[int]], int]:
+    """Tokens of every prompt, and how often somebody was preempted. `sampling` is that of all, and
+    what `each` one has beside it."""
     outputs: list[list[int]] = [[] for _ in prompts]
     preemptions = finished = 0
     for key, prompt in enumerate(prompts):
         wishes = {"temperature": 0.0, "ignore_eos": True, "max_tokens": count} | sampling
+        wishes |= each[key] if each else {}
         engine.scheduler.submit(
             Submit(
                 key=key,

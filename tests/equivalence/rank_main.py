@@ -37,7 +37,7 @@ def tokens_of(case: dict[str, Any], place: Place, store: dist.Store | None, num_
         pipeline_parallel_size=num_stages,
     )
     engine = compose(config, lambda *stage: None, place, store)
-    found = run(engine, case["prompts"], case["count"], case.get("knobs"), **case["sampling"])[0]
+    found, _ = run(engine, case["prompts"], case["count"], case["knobs"], case["sampling"])
     engine.close()
     return found
 

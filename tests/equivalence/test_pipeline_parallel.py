@@ -16,21 +16,15 @@ from tests.equivalence.test_tensor_parallel import answers, make_cases
 def wrong_answers(
     folder: Path, names: list[str], sizes: list[tuple[int, int]], **flags: Any
 ) -> list[Any]:
-    """Cases that some (ranks, stages) answer otherwise than a whole model: of every shape the last
-    kind of request, of the first shape all."""
+    """Shapes whose requests some (ranks, stages) answer otherwise than a whole model."""
     cases = make_cases(folder, names, **flags)
-    kinds = [name for name in names for _ in SHAPES[name].sampling]
-    chosen = [
-        at for at, name in enumerate(kinds) if name == names[0] or kinds[at + 1 : at + 2] != [name]
-    ]
-    cases = [cases[at] for at in chosen]
     (folder / "cases.json").write_text(json.dumps(cases))
     whole, *others = answers((folder, 1, 1), *((folder, *group) for group in sizes))
     assert all(len({tuple(tokens) for tokens in one}) > 1 for one in whole), "nothing is decided"
     return [
-        (size, num_stages, kinds[at], case["sampling"])
+        (size, num_stages, name)
         for (size, num_stages), staged in zip(sizes, others, strict=True)
-        for at, case, one, other in zip(chosen, cases, whole, staged, strict=True)
+        for name, one, other in zip(names, whole, staged, strict=True)
         if one != other
     ]
 
