@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -34,6 +35,8 @@ STEP = "--simulated-step-ms=100"
 OK, GONE = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
 Blow = Callable[[], Awaitable[None]]
 Clock = Callable[[], float]
+Three = tuple[Site, list[int]]
+"""Engines, by their ports."""
 
 
 @pytest.fixture
@@ -58,49 +61,59 @@ async def under_blow(client: Client, blow: Blow) -> tuple[list[Stream], float]:
     return streams, at
 
 
-async def three_engines(made: Site) -> tuple[int, list[int]]:
-    """A frontend and its engines, up."""
-    engines, front = [free_port() for _ in range(3)], free_port()
-    for port in engines:
-        made.start_engine(port)
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
+    """For all tests that leave them up and idle; frontends are their own."""
+    flags = (f"--max-rows={ROWS}", STEP)
+    with site(tmp_path_factory.mktemp("three"), engine_flags=flags) as made:
+        engines = [free_port() for _ in range(3)]
+        for port in engines:
+            made.start_engine(port)
+        yield made, engines
+
+
+@asynccontextmanager
+async def before(made: Site, *engines: int) -> AsyncIterator[int]:
+    """A frontend with a session to each of them."""
+    front = free_port()
     made.start_frontend(front, *engines)
     await up(made, front, *engines)
-    return front, engines
+    yield front
+    made.stop(front)
 
 
-async def test_an_engine_killed_under_200_streams(tmp_path: Path, awake_s: Clock) -> None:
+async def test_an_engine_killed_under_200_streams(three: Three, awake_s: Clock) -> None:
     """Streams that had begun there end with a status within 2 s, the others do not notice; the
     engine is used again when it is back."""
-    with site(tmp_path, engine_flags=(f"--max-rows={ROWS}", STEP)) as made:
-        front, engines = await three_engines(made)
-        async with Client(made.grpc_ports[front], awake_s) as client:
+    made, engines = three
+    async with before(made, *engines) as front, Client(made.grpc_ports[front], awake_s) as client:
 
-            async def kill() -> None:
-                made.kill(engines[0])
+        async def kill() -> None:
+            made.kill(engines[0])
 
-            streams, at = await under_blow(client, kill)
-            cut = [one for one in streams if one.code is not OK]
-            retried = await made.metric(front, "tidemill_fleet_retries_total")
-            slowest = max(one.ended - at for one in cut)
-            print(f"{len(cut)} cut, the last after {slowest:.2f} s; {retried:.0f} moved")
-            assert {one.code for one in cut} == {GONE}
-            assert 1 <= len(cut) <= NUM_STREAMS / 2, "those of the other engines noticed"
-            assert all(one.tokens for one in cut), "one without a token was not moved"
-            assert all("the engine was lost" in one.detail for one in cut)
-            assert slowest <= 2.0
-            assert retried >= 1
+        streams, at = await under_blow(client, kill)
+        cut = [one for one in streams if one.code is not OK]
+        retried = await made.metric(front, "tidemill_fleet_retries_total")
+        slowest = max(one.ended - at for one in cut)
+        print(f"{len(cut)} cut, the last after {slowest:.2f} s; {retried:.0f} moved")
+        assert {one.code for one in cut} == {GONE}
+        assert 1 <= len(cut) <= NUM_STREAMS / 2, "those of the other engines noticed"
+        assert all(one.tokens for one in cut), "one without a token was not moved"
+        assert all("the engine was lost" in one.detail for one in cut)
+        assert slowest <= 2.0
+        assert retried >= 1
 
-            made.start_engine(engines[0])
-            await up(made, front, *engines)
-            routed = f'tidemill_fleet_requests_routed_total{{engine="{HOST}:{engines[0]}"}}'
-            before = await made.metric(front, routed)
-            await undisturbed(client, prompts(30), 3)
-            assert await made.metric(front, routed) > before, "it is back, and gets nothing"
+        made.start_engine(engines[0])
+        await up(made, front, *engines)
+        routed = f'tidemill_fleet_requests_routed_total{{engine="{HOST}:{engines[0]}"}}'
+        number = await made.metric(front, routed)
+        await undisturbed(client, prompts(30), 3)
+        assert await made.metric(front, routed) > number, "it is back, and gets nothing"
 
 
-async def test_control_without_a_blow_nothing_is_cut_or_moved(tmp_path: Path) -> None:
-    with site(tmp_path, engine_flags=(f"--max-rows={ROWS}", STEP)) as made:
-        front, _ = await three_engines(made)
+async def test_control_without_a_blow_nothing_is_cut_or_moved(three: Three) -> None:
+    made, engines = three
+    async with before(made, *engines) as front:
 
         async def nothing() -> None:
             await asyncio.sleep(0)
@@ -158,54 +171,47 @@ async def test_a_frontend_killed_leaves_nothing_and_hurts_nobody(
 
 
 @pytest.mark.parametrize("how", ["the wire is cut", "the server stops", "the rank stops"])
-async def test_silence_is_noticed_and_traffic_moves(
-    tmp_path: Path, how: str, awake_s: Clock
-) -> None:
+async def test_silence_is_noticed_and_traffic_moves(three: Three, how: str, awake_s: Clock) -> None:
     """Nothing is closed, nothing answers. Where packets are dropped it gets no new work, and its
     streams have ended, within 2 s; where it stands still after 10. When it is back, it is used
     again."""
     within_s = 2.0 if how == "the wire is cut" else 12.2
-    with site(tmp_path, engine_flags=(f"--max-rows={ROWS}", STEP)) as made:
-        engines, front = [free_port(), free_port()], free_port()
-        for port in engines:
-            made.start_engine(port)
-        async with Wire(engines[0]) as wire:
-            made.start_frontend(front, wire.port, engines[1])
-            await up(made, front, wire.port, engines[1])
-            service = made.services[engines[0]]
-            victim = service.rank_pid if how == "the rank stops" else service.pid
-            async with Client(made.grpc_ports[front], awake_s) as client:
-                whole = right_answers(prompts(NUM_STREAMS), 40)
-                streams = [Stream(prompt, 40) for prompt in prompts(NUM_STREAMS)]
-                tasks = [asyncio.create_task(client.run(one)) for one in streams]
-                await until(lambda: sum(bool(one.tokens) for one in streams) >= 3 * ROWS // 2)
-                if how == "the wire is cut":
-                    wire.cut()
-                else:
-                    os.kill(victim, signal.SIGSTOP)
-                name = f"p{wire.port}"
-                at = awake_s()
-                while (await made.states(front))[wire.port] == "ready":
-                    assert awake_s() - at < 10, "it still counts as ready"
-                    await asyncio.sleep(0.05)
-                print(f"{how}: seen after {awake_s() - at:.1f} s")
-                for _ in range(4):
-                    assert (await client.run(Stream((5, 6), 3))).code is OK
-                if how != "the rank stops":  # a core that is slow keeps what it has for longer
-                    await asyncio.wait_for(asyncio.gather(*tasks), 60)
-                    cut = [one for one in streams if one.code is not OK]
-                    assert 1 <= len(cut) <= ROWS
-                    assert all(one.code is GONE and one.tokens for one in cut)
-                    assert max(one.ended - at for one in cut) <= within_s
-                    print(f"{how}: ended after {max(one.ended - at for one in cut):.2f} s")
-                if how == "the wire is cut":
-                    wire.mend()
-                else:
-                    os.kill(victim, signal.SIGCONT)
-                await made.until_states(front, 60, **{name: "ready"})
-                await asyncio.gather(*tasks)
-                if how == "the rank stops":
-                    assert {one.code for one in streams} == {OK}, "they went on where they were"
-                for stream, tokens in zip(streams, whole, strict=True):
-                    stream.check(tokens)
-                await undisturbed(client, prompts(12), 3)
+    made, engines = three
+    async with Wire(engines[0]) as wire, before(made, wire.port, engines[1]) as front:
+        service = made.services[engines[0]]
+        victim = service.rank_pid if how == "the rank stops" else service.pid
+        async with Client(made.grpc_ports[front], awake_s) as client:
+            whole = right_answers(prompts(NUM_STREAMS), 40)
+            streams = [Stream(prompt, 40) for prompt in prompts(NUM_STREAMS)]
+            tasks = [asyncio.create_task(client.run(one)) for one in streams]
+            await until(lambda: sum(bool(one.tokens) for one in streams) >= 3 * ROWS // 2)
+            if how == "the wire is cut":
+                wire.cut()
+            else:
+                os.kill(victim, signal.SIGSTOP)
+            name = f"p{wire.port}"
+            at = awake_s()
+            while (await made.states(front))[wire.port] == "ready":
+                assert awake_s() - at < 10, "it still counts as ready"
+                await asyncio.sleep(0.05)
+            print(f"{how}: seen after {awake_s() - at:.1f} s")
+            for _ in range(4):
+                assert (await client.run(Stream((5, 6), 3))).code is OK
+            if how != "the rank stops":  # a core that is slow keeps what it has for longer
+                await asyncio.wait_for(asyncio.gather(*tasks), 60)
+                cut = [one for one in streams if one.code is not OK]
+                assert 1 <= len(cut) <= ROWS
+                assert all(one.code is GONE and one.tokens for one in cut)
+                assert max(one.ended - at for one in cut) <= within_s
+                print(f"{how}: ended after {max(one.ended - at for one in cut):.2f} s")
+            if how == "the wire is cut":
+                wire.mend()
+            else:
+                os.kill(victim, signal.SIGCONT)
+            await made.until_states(front, 60, **{name: "ready"})
+            await asyncio.gather(*tasks)
+            if how == "the rank stops":
+                assert {one.code for one in streams} == {OK}, "they went on where they were"
+            for stream, tokens in zip(streams, whole, strict=True):
+                stream.check(tokens)
+            await undisturbed(client, prompts(12), 3)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import httpx
 import pytest
@@ -20,6 +19,8 @@ PAGE, ROWS = 16, 8
 ENGINE = ("demo", f"--page-size={PAGE}", "--num-pages=1024", "--log-level=warning")
 HEARD_S = 2.0
 """For KV events to reach the frontend; they are sent as the pages are sealed."""
+Both = tuple[Site, list[int]]
+"""Two engines, by their ports."""
 
 
 class Two:
@@ -66,45 +67,53 @@ class Two:
         return found
 
 
-@asynccontextmanager
-async def two(folder: Path, routing: str) -> AsyncIterator[Two]:
-    flags = {"engine_flags": (f"--max-rows={ROWS}",), "frontend_flags": (f"--routing={routing}",)}
-    with site(folder, **flags) as made:
-        engines, front = [free_port(), free_port()], free_port()
-        for port in engines:
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    """Two for all tests, whose prompts differ and whose frontends are their own."""
+    with site(tmp_path_factory.mktemp("two"), engine_flags=(f"--max-rows={ROWS}",)) as made:
+        ports = [free_port(), free_port()]
+        for port in ports:
             made.start_engine(port, ENGINE)
-        made.start_frontend(front, *engines)
-        await up(made, front, *engines)
-        async with http_client(f"http://127.0.0.1:{front}") as client:
-            yield Two(made, front, client)
+        yield made, ports
 
 
-async def conversations(engines: Two, seed: int) -> list[tuple[int, int]]:
+@asynccontextmanager
+async def behind(both: Both, routing: str) -> AsyncIterator[Two]:
+    made, ports = both
+    made.frontend_flags, front = (f"--routing={routing}",), free_port()
+    made.start_frontend(front, *ports)
+    await up(made, front, *ports)
+    async with http_client(f"http://127.0.0.1:{front}") as client:
+        yield Two(made, front, client)
+    made.stop(front)
+
+
+async def conversations(engines: Two, seed: str) -> list[tuple[int, int]]:
     """Of five at once, all turns but the first ones."""
     talks = (engines.talk(random.Random(f"{seed} {number}"), 5) for number in range(5))
     return [turn for talk in await asyncio.gather(*talks) for turn in talk]
 
 
-async def test_turns_go_where_their_pages_are(tmp_path: Path, seed: int) -> None:
-    async with two(tmp_path, "prefix_affinity") as engines:
-        turns = await conversations(engines, seed)
+async def test_turns_go_where_their_pages_are(both: Both, seed: int) -> None:
+    async with behind(both, "prefix_affinity") as engines:
+        turns = await conversations(engines, f"{seed}")
         assert [cached for cached, _ in turns] == [filled for _, filled in turns]
         assert min(await engines.routed()) >= 5, "one engine had all conversations"
 
 
-async def test_control_taking_turns_they_find_less(tmp_path: Path, seed: int) -> None:
-    async with two(tmp_path, "round_robin") as engines:
-        turns = await conversations(engines, seed)
+async def test_control_taking_turns_they_find_less(both: Both, seed: int) -> None:
+    async with behind(both, "round_robin") as engines:
+        turns = await conversations(engines, f"in turn {seed}")
         missed = sum(cached < filled for cached, filled in turns)
         print(f"{missed} of {len(turns)} turns went elsewhere")
         assert missed
 
 
-async def test_a_hot_prefix_spreads_and_is_cached_on_both(tmp_path: Path, seed: int) -> None:
+async def test_a_hot_prefix_spreads_and_is_cached_on_both(both: Both, seed: int) -> None:
     """Alone it stays where it is; when everybody asks for it, the other engine gets it too."""
     rng = random.Random(seed)
     hot = [rng.randrange(3, 250) for _ in range(20 * PAGE)]
-    async with two(tmp_path, "prefix_affinity") as engines:
+    async with behind(both, "prefix_affinity") as engines:
         await engines.ask(hot)
         await awake(HEARD_S)
         for number in range(4):
