@@ -16,7 +16,7 @@ SLOW = [f"cache {name}, one a step" for name in CACHES]
 def test_every_rule_and_cache_of_a_full_canvas_is_measured() -> None:
     """A cache shows what it costs where blocks take many steps; there no rule is faster than one
     position a step, and what is computed whole is as exact as without any."""
-    asked = QualityOptions(model="demo-canvas", items=7, max_tokens=32, every_rule=True)
+    asked = QualityOptions(model="demo-canvas", items=3, max_tokens=16, every_rule=True)
     result = run(asked)
     rules = result["rules"]
     assert set(rules) == {*RULES, *(f"cache {name}" for name in CACHES), *SLOW}
@@ -29,7 +29,7 @@ def test_every_rule_and_cache_of_a_full_canvas_is_measured() -> None:
     for name in rules:
         assert "tokens/forward" in printed[name]
         assert " ± " in printed[name]
-        assert "7 items" in printed[name]
+        assert "3 items" in printed[name]
 
 
 def test_a_model_without_rules_is_told_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,14 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine_service.composition import Engine
 from engine_service.decoding import reveal
 from engine_service.sampling import sampler
 from tests.equivalence.engine_runs import run
@@ -25,7 +27,7 @@ from tests.equivalence.oracles_llada import llada_generate
 from tests.equivalence.test_worker_canvas import ANSWER, MASK, write_llada
 from tests.equivalence.test_worker_engine import make_engine, make_prompts
 
-WIDTHS, SEEDS = (0.15, 0.2, 0.3, 0.5), (1, 2, 3)
+WIDTHS, SEEDS = (0.15, 0.2, 0.3, 0.5), (1, 2)
 SIZES = [(8, 24), (8, 12), (24, 24), (24, 6)]
 """Lengths of blocks, and steps."""
 EOT_NAME = "<|eot_id|>"
@@ -40,6 +42,7 @@ class Case:
         self.folder, self.dense = folder, write_llada(folder, seed, width=width)
         rng = random.Random(seed)
         self.asked: Asked = [(prompt, rng.choice(SIZES)) for prompt in make_prompts(rng, 5)]
+        self.wanted = cache(self._wanted)
         tokens = Counter(token for answer in self.wanted() for token in answer)
         (self.eos, _), (self.eot, _) = tokens.most_common(2)
         write_llada(folder, seed, width=width, eos_token_id=self.eos)
@@ -47,10 +50,15 @@ class Case:
         names = {"added_tokens": [{"content": EOT_NAME, "id": self.eot}]}
         (folder / "tokenizer.json").write_text(json.dumps(names))
 
-    def wanted(self, **options: bool) -> list[list[int]]:
+    def _wanted(self, **options: bool) -> list[list[int]]:
         """The authors' answers."""
         ids = {"eos_id": self.eos, "eot_id": self.eot} if options else {}
         return [one(self.dense, prompt, sizes, **ids, **options) for prompt, sizes in self.asked]
+
+    @cached_property
+    def engine(self) -> Engine:
+        """Keeps nothing of what it was asked: full canvases without a cache."""
+        return make_engine(self.folder)
 
     def ours(self, *, eos_last: bool = False, **sampling: Any) -> list[list[int]]:
         knobs = [
@@ -59,7 +67,7 @@ class Case:
             for _, (block, steps) in self.asked
         ]
         prompts = [prompt for prompt, _ in self.asked]
-        return run(make_engine(self.folder), prompts, ANSWER, knobs, **sampling)[0]
+        return run(self.engine, prompts, ANSWER, knobs, **sampling)[0]
 
 
 def one(dense: DenseLLaDA, prompt: list[int], sizes: tuple[int, int], **options: Any) -> list[int]:
@@ -146,11 +154,14 @@ def test_control_suppressed_ends_that_are_counted_are_another_rule(
 
 
 def test_control_an_eot_that_nobody_knows_is_another_rule(cases: list[Case]) -> None:
-    differ = 0
-    for case in cases:
+    def differs(case: Case) -> bool:
         path = case.folder / "tokenizer.json"
         names = path.read_text()
         path.write_text("{}")
-        differ += case.ours(eos_last=True) != case.wanted(confidence_eos_eot_inf=True)
+        case.engine = make_engine(case.folder)
         path.write_text(names)
-    assert differ > 0
+        found = case.ours(eos_last=True)
+        del case.engine
+        return found != case.wanted(confidence_eos_eot_inf=True)
+
+    assert any(map(differs, cases))

@@ -39,6 +39,8 @@ from tidemill.outputs import Logprob
 from tidemill.sampling_params import SamplingParams
 
 __all__ = ["folders"]
+COUNT = 6
+"""Tokens of a request: the prompts of 5 and 3 begin a second page with fewer."""
 Scored = list[tuple[list[int], list[dict[int, Logprob]] | None]]
 
 
@@ -91,15 +93,14 @@ def poisoned_first_page(llm: LLM) -> Spoil:
 @pytest.mark.parametrize("backend", ["sdpa", pytest.param("triton", marks=interpreted)])
 def test_decoding_rows(folders: dict[str, Path], backend: str, seed: int) -> None:
     """Number for number what steps padded alike give over a clean page."""
-    made, num_padded = list[Scored](), list[int]()
+    llm, num_padded, made = make_llm(folders["causal"], backend), list[int](), list[Scored]()
     for is_poisoned in (False, True):
-        llm = make_llm(folders["causal"], backend)
         spoil = poisoned_trash(llm, num_padded) if is_poisoned else None
         steps = pad_steps(llm, block=1, spoil=spoil)
         steps._buckets = [Bucket(8, 8, 1, 8)]
-        made.append(scored(llm, seed, count=12))
+        made.append(scored(llm, seed, count=COUNT))
     assert made[0] == made[1]
-    assert len(num_padded) > 12
+    assert len(num_padded) > COUNT
     assert min(num_padded) >= 8 - ROWS
 
 
@@ -107,11 +108,11 @@ def test_decoding_rows(folders: dict[str, Path], backend: str, seed: int) -> Non
 @pytest.mark.parametrize("name", ["causal", "block"])
 def test_unpadded_rows(folders: dict[str, Path], name: str, backend: str, seed: int) -> None:
     """The pages that short rows lack beside long ones are the trash page too."""
-    want = scored(make_llm(folders[name], backend), seed, count=12)
     llm = make_llm(folders[name], backend)
+    want = scored(llm, seed, count=COUNT)
     trash = program_of(llm).tables.pages.trash_page
     poison(llm, trash)
-    assert scored(llm, seed, count=12) == want
+    assert scored(llm, seed, count=COUNT) == want
     assert all(cache.v[trash].isnan().all() for cache in program_of(llm).caches)
 
 
@@ -129,8 +130,9 @@ def test_ragged_spans(folders: dict[str, Path], name: str, block: int, seed: int
 def test_canvases(tmp_path: Path, seed: int) -> None:
     """Blocks over the pages, and whole canvases that keep keys in them."""
     write_llada(tmp_path, 7)
-    want = canvas_tokens(make_llm(tmp_path, "sdpa"), seed, caches=BOTH, count=3)
-    whole = whole_canvas_tokens(make_llm(tmp_path, "sdpa"), seed, WHOLE[2:5])
+    plain = make_llm(tmp_path, "sdpa")
+    want = canvas_tokens(plain, seed, caches=BOTH, count=3)
+    whole = whole_canvas_tokens(plain, seed, WHOLE[2:5])
     llm, num_padded = make_llm(tmp_path, "triton"), list[int]()
     steps: PaddedSteps = pad_canvas_steps(llm, poisoned_trash(llm, num_padded))
     steps._buckets += list_canvas_buckets(
@@ -146,11 +148,10 @@ def test_control_a_poisoned_page_of_a_live_row_shows(
     folders: dict[str, Path], backend: str
 ) -> None:
     """What is wrong here is what others must not read there."""
-    made = list[list[list[int]]]()
+    llm, made = make_llm(folders["causal"], backend), list[list[list[int]]]()
     for is_poisoned in (False, True):
-        llm = make_llm(folders["causal"], backend)
         spoil = poisoned_first_page(llm) if is_poisoned else None
         steps = pad_steps(llm, block=1, spoil=spoil)
         steps._buckets = [Bucket(8, 8, 1, 8)]
-        made.append(tokens(llm, FIXED, count=12, kinds=MIXED))
+        made.append(tokens(llm, FIXED, count=COUNT, kinds=MIXED))
     assert made[0] != made[1]
