@@ -18,7 +18,7 @@ from tests.equivalence.engine_runs import run
 from tests.equivalence.ranks_in_threads import run_ranks
 from tests.equivalence.shapes import SHAPES
 from tests.equivalence.test_last_layer import make_engine, rows_of, write
-from tests.equivalence.test_ranks_in_threads import answers
+from tests.equivalence.test_ranks_in_threads import REQUESTS, answers
 from tests.sampling_batches import choosing_all
 
 MASKED = [
@@ -55,16 +55,12 @@ class Seen:
         return patch("engine_service.decoding.reveal.choose_with_confidence", looked)
 
 
-@pytest.fixture(params=["with log-probabilities", "without"])
-def scored(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether any request wants some: then all positions are multiplied. A constraint goes with
-    one rule alone."""
-    is_scored: bool = request.param == "with log-probabilities"
+def ask(monkeypatch: pytest.MonkeyPatch, *, is_scored: bool) -> None:
+    """Whether any request wants log-probabilities: then all positions are multiplied. A constraint
+    goes with one rule alone."""
     dropped = {"bad_words"} | (set() if is_scored else {"logprobs", "prompt_logprobs"})
-    own = test_ranks_in_threads.REQUESTS
-    kept = [{key: one[key] for key in one if key not in dropped} for one in own]
+    kept = [{key: one[key] for key in one if key not in dropped} for one in REQUESTS]
     monkeypatch.setattr(test_ranks_in_threads, "REQUESTS", kept)
-    return is_scored
 
 
 def knobs_of(name: str, rule: str) -> dict[str, Any]:
@@ -76,20 +72,31 @@ def knobs_of(name: str, rule: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", MASKED)
-def test_every_answer_stays(tmp_path: Path, name: str, rule: str, scored: bool) -> None:
-    """Filters, penalties, masks and draws in one batch; rows alone at its end."""
-    knobs, seen = knobs_of(name, rule), Seen()
-    with seen.looking():
-        tokens, ids, values = answers(make_engine(tmp_path, name), knobs)
-    assert seen.open <= seen.chosen
-    is_guided = "cfg_scale" in knobs  # its logits are multiplied before
-    assert seen.chosen < seen.decided or scored or is_guided or rule != "schedule"
+def test_every_answer_stays(
+    tmp_path: Path, name: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filters, penalties, masks and draws in one batch; rows alone at its end. Log-probabilities
+    change no token, so that one run that chooses for all positions is what both are held to."""
+    knobs, num_scored = knobs_of(name, rule), []
+    ask(monkeypatch, is_scored=True)
     with choosing_all():
         wanted = answers(make_engine(tmp_path, name), knobs)
-    assert (tokens, ids) == wanted[:2]
-    assert len({tuple(one) for one in tokens}) > 3
-    for one, other in zip(values, wanted[2], strict=True):
-        assert one == pytest.approx(other, abs=1e-4)
+    assert len({tuple(one) for one in wanted[0]}) > 3
+    for is_scored in (True, False):
+        ask(monkeypatch, is_scored=is_scored)
+        seen = Seen()
+        with seen.looking():
+            tokens, ids, values = answers(make_engine(tmp_path, name), knobs)
+        assert seen.open <= seen.chosen
+        is_guided = "cfg_scale" in knobs  # its logits are multiplied before
+        assert seen.chosen < seen.decided or is_scored or is_guided or rule != "schedule"
+        assert tokens == wanted[0]
+        num_scored.append(sum(map(len, values)))
+        if is_scored:
+            assert ids == wanted[1]
+            for one, other in zip(values, wanted[2], strict=True):
+                assert one == pytest.approx(other, abs=1e-4)
+    assert num_scored[0] > num_scored[1] == 0
 
 
 def head_rows(engine: Engine) -> list[int]:
@@ -127,9 +134,11 @@ def test_the_last_layer_and_the_head_get_the_open_positions(tmp_path: Path, name
     assert sum(rows) > alone
 
 
+@pytest.mark.parametrize("is_scored", [True, False], ids=["with log-probabilities", "without"])
 def test_ranks_choose_for_the_same_few(
-    tmp_path: Path, scored: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, is_scored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ask(monkeypatch, is_scored=is_scored)
     flags = write(tmp_path, "sdar") | {"max_rows": 4, "max_model_len": 64, "page_size": 8}
     together = run_ranks(monkeypatch, 2, lambda engine: answers(engine, {}), **flags)
     with choosing_all():
