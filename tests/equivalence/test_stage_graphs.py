@@ -44,8 +44,11 @@ from tidemill.llm import LLM
 
 pytestmark = interpreted
 NUM_STAGES = 2
-MOST_TOKENS = 256
-"""Of a step that is captured here: interpreted kernels take long for more."""
+MOST_TOKENS = 64
+"""Of a step that is captured here: interpreted kernels take long for more, and the prompts of
+`tokens` have 21 together."""
+GUIDED = 128
+"""Of two guided canvases, each computed twice."""
 
 
 class Queue:
@@ -93,12 +96,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 class Stages:
     """Stands where the runner of all layers has its graphs; the stages replay theirs in turn."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, most_tokens: int) -> None:
         worker = llm.engine.executor
         whole: StepProgram = worker._runner._program
         told = worker.traits, worker.resolved, worker.strategies.values(), False
         captured = buckets_of(*told, NUM_STAGES)
-        self.buckets = [bucket for bucket in captured if bucket.tokens <= MOST_TOKENS]
+        self.buckets = [bucket for bucket in captured if bucket.tokens <= most_tokens]
         self.links, self.ran = Queue(), list[StepLayout]()
         self.graphs = [self._capture(worker, whole, index) for index in range(NUM_STAGES)]
 
@@ -137,9 +140,9 @@ def worker_config(worker: Any) -> Any:
     return SimpleNamespace(load_format="auto", seed=0, model=worker.checkpoint.model_id)
 
 
-def put_stages(llm: LLM) -> Stages:
+def put_stages(llm: LLM, most_tokens: int = MOST_TOKENS) -> Stages:
     llm.engine.executor._runner._tables.pages.tells_late = True  # as those of a GPU
-    stages = Stages(llm)
+    stages = Stages(llm, most_tokens)
     llm.engine.executor._runner._graphs = stages
     return stages
 
@@ -163,7 +166,7 @@ def test_stages_of_canvases_give_the_tokens_of_the_whole(tmp_path: Path, seed: i
     want = whole_canvas_tokens(one, seed, WHOLE)
     beside = canvas_tokens(one, seed, caches=BOTH, count=3)
     llm = make_llm(tmp_path, "triton")
-    stages = put_stages(llm)
+    stages = put_stages(llm, GUIDED)
     assert whole_canvas_tokens(llm, seed, WHOLE) == want
     assert canvas_tokens(llm, seed, caches=BOTH, count=3) == beside
     assert {layout.aside is None for layout in stages.ran} == {False, True}
@@ -190,7 +193,7 @@ def one_token(llm: LLM, position: int, num_rows: int = 1) -> StepLayout:
 def test_what_was_passed_on_stays_as_it_is(folders: dict[str, Path]) -> None:
     """The stage behind may take it when this one is steps ahead."""
     llm = make_llm(folders["causal"], "triton")
-    stages = put_stages(llm)
+    stages = put_stages(llm, most_tokens=2)
     first = stages.graphs[0]
     with torch.inference_mode():
         llm.engine.executor._runner._tables.sampling.tokens[0, :2] = torch.tensor([7, 9])
@@ -205,7 +208,7 @@ def test_what_was_passed_on_stays_as_it_is(folders: dict[str, Path]) -> None:
 def test_what_pads_does_not_grow(folders: dict[str, Path]) -> None:
     """Layers add to it; a number beyond its format would spoil what experts are chosen by."""
     llm = make_llm(folders["causal"], "triton")
-    stages = put_stages(llm)
+    stages = put_stages(llm, most_tokens=2)
     bucket = Bucket(2, 2, 1, 0)
     for graphs in stages.graphs:
         graphs._buckets = [bucket]
