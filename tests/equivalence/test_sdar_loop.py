@@ -22,7 +22,7 @@ def test_blocks_fall_as_in_sdar(strategy: str) -> None:
     """Whole blocks of prompt and one step per position: with fewer steps, or masks left over from
     the prompt, the published loop overwrites tokens that stand."""
     by_threshold = set()
-    for seed in range(8):
+    for seed in range(4):
         rng, model = random.Random(seed), ToyModel(seed)
         engine, asked = ToyEngine(model, Setup(block=SIZE)), {}
         for _ in range(4):
