@@ -35,7 +35,7 @@ def engine(model: ToyModel, setup: Setup = ROOMY, *, shift: int = 0) -> ToyEngin
 
 
 def test_fixed_steps_are_those_of_llada() -> None:
-    for seed in range(12):
+    for seed in range(6):
         rng, model = random.Random(seed), ToyModel(seed)
         ours, asked = engine(model), {}
         for _ in range(4):
@@ -105,7 +105,7 @@ def test_thresholds_and_caches_are_those_of_fast_dllm(
     kind: str, shift: int, cache: str, refresh: int | None
 ) -> None:
     num_forwards = set()
-    for seed in range(3):
+    for seed in (0, 2):  # one asks for 0.0, the other for 1.5, and both for what is between
         rng, model = random.Random(seed), scaled(seed, kind)
         ours, asked = engine(model, shift=shift), {}
         for threshold in (0.0, 0.5, 0.9, 1.5):
@@ -197,7 +197,7 @@ def wrong_when_crowded(cache: str, seed: int, *, shift: int = 0) -> int:
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 @pytest.mark.parametrize("shift", [0, 1])
 def test_neighbours_and_preemption_change_nothing(cache: str, shift: int) -> None:
-    assert sum(wrong_when_crowded(cache, seed, shift=shift) for seed in range(6)) == 0
+    assert sum(wrong_when_crowded(cache, seed, shift=shift) for seed in range(4)) == 0
 
 
 def test_control_a_cached_block_that_goes_on_after_preemption_differs() -> None:
@@ -205,7 +205,7 @@ def test_control_a_cached_block_that_goes_on_after_preemption_differs() -> None:
         return view.committed_len, view.canvas
 
     with patch.object(FullCanvas, "restart", keep):
-        assert sum(wrong_when_crowded("dual", seed) for seed in range(6)) > 0
+        assert any(wrong_when_crowded("dual", seed) for seed in range(6))
 
 
 def test_caches_approximate_unless_they_refresh_at_every_step() -> None:
