@@ -36,6 +36,9 @@ VOCAB = 40
 MASK = 39
 """The toy's mask token; also an ordinary token when it stands in a prompt."""
 
+LONGEST = 512
+"""Positions that a toy knows."""
+
 WHOLE = ("prompt_lens", "top_k", "seeds", "min_tokens")
 REAL = (
     "temperature",
@@ -67,6 +70,7 @@ class ToyModel:
             for _ in range(layers)
         ]
         self.head = draw(VOCAB, width) / math.sqrt(width) * 6
+        self.position_codes = self._position_code(torch.arange(LONGEST))
 
     def new_cache(self, num_slots: int) -> torch.Tensor:
         """[layers, 2, slots, width], all NaN: reading what nobody wrote shows in every logit."""
@@ -80,7 +84,7 @@ class ToyModel:
         positions = torch.arange(span.start, span.stop)
         horizon = ((positions // span.mask_block + 1) * span.mask_block).clamp(max=span.kv_len)
         visible = torch.arange(span.kv_len)[None] < horizon[:, None]
-        x = self.embedding[token_ids] + self._position_code(positions)
+        x = self.embedding[token_ids] + self.position_codes[positions]
         stored = positions >= span.store_from
         own = slots[span.start : span.stop][stored]
         for index, layer in enumerate(self.layers):
@@ -109,7 +113,7 @@ class ToyModel:
         return x.view(len(x), self.heads, -1).transpose(0, 1)
 
     def _normalize(self, x: torch.Tensor) -> torch.Tensor:
-        return x / x.norm(dim=-1, keepdim=True) * math.sqrt(self.width)
+        return x * (math.sqrt(self.width) / torch.linalg.vector_norm(x, dim=-1, keepdim=True))
 
     def _position_code(self, positions: torch.Tensor) -> torch.Tensor:
         rates = torch.exp(-torch.arange(0, self.width, 2, dtype=torch.float64) / self.width * 5)
