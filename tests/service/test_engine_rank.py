@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+import pytest_asyncio
 
 from engine_service.core.messages import FinishReason
 from engine_service.server.launch import EngineServer
@@ -35,6 +36,8 @@ from tests.unit.test_telemetry import HEADER
 from tests.waiting import PATIENCE_S, until
 from tidemill.runtime.rpc import to_error
 from tidemill.v1 import engine_pb2 as pb
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 VOCAB = 512
 START_S = 2 * PATIENCE_S
@@ -80,13 +83,17 @@ def expected(prompt: list[int], count: int, choice: int = 0) -> list[int]:
     return [executor.token(seed, len(prompt) + i) for i in range(count)]
 
 
-async def test_simulated_tokens_and_nothing_leaks(tmp_path: Path) -> None:
-    async with (
-        real_engine(tmp_path, executor="simulated", simulated_step_ms=10) as server,
-        stubs(server) as stub,
-        session(stub) as client,
-    ):
-        core = server.desk.core
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def simulated(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineServer]:
+    flags = {"executor": "simulated", "simulated_step_ms": 10}
+    async with real_engine(tmp_path_factory.mktemp("simulated"), **flags) as server:
+        yield server
+
+
+async def test_simulated_tokens_and_nothing_leaks(simulated: EngineServer) -> None:
+    async with stubs(simulated) as stub, session(stub) as client:
+        core = simulated.desk.core
+        aborted = core.finished[FinishReason.ABORTED]
         for handle in range(12):
             await client.submit(handle, 10 + handle, 3, 4, max_tokens=30)
         await client.drain(*range(12))
@@ -103,14 +110,11 @@ async def test_simulated_tokens_and_nothing_leaks(tmp_path: Path) -> None:
         client.call.cancel()
         await until(lambda: core.num_live == 0)
         await until(lambda: core.load.running == core.load.pages_used == 0)
-        assert core.finished[FinishReason.ABORTED] == 1
+        assert core.finished[FinishReason.ABORTED] == aborted + 1
 
 
-async def test_refusals_of_the_core(tmp_path: Path) -> None:
-    async with (
-        real_engine(tmp_path, executor="simulated", simulated_step_ms=30) as server,
-        stubs(server) as stub,
-    ):
+async def test_refusals_of_the_core(simulated: EngineServer) -> None:
+    async with stubs(simulated) as stub:
         odd = {
             "prompt_token_ids": [spec(), spec(VOCAB), spec(*[3] * 3000)],
             "temperature": [spec(1)],
@@ -131,8 +135,8 @@ async def test_refusals_of_the_core(tmp_path: Path) -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="remsking"):
             await rest(stub.Generate(pb.GenerateRequest(spec=unknown)))
         request = pb.GenerateRequest(spec=spec(1, max_tokens=500))
-        await until_late(server, lambda seconds: stub.Generate(request, timeout=seconds))
-        await until(lambda: server.desk.core.load.pages_used == 0)
+        await until_late(simulated, lambda seconds: stub.Generate(request, timeout=seconds))
+        await until(lambda: simulated.desk.core.load.pages_used == 0)
 
 
 async def test_traces_have_one_id_and_the_right_parents(tmp_path: Path) -> None:

@@ -7,20 +7,29 @@ import random
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import pytest_asyncio
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from engine_service.server import kv_feed
 from engine_service.server.kv_zmq import block_hash
+from engine_service.server.launch import EngineServer
 from tests.service.engine_fixtures import kv_events, rest
 from tests.service.test_engine_kv_events import SMALL, index_of, real_engine, traffic
 from tests.waiting import until
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 pb: Any = vllm_engine_pb2
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineServer]:
+    async with real_engine(tmp_path_factory.mktemp("model"), vllm_facade=True, **SMALL) as started:
+        yield started
 
 
 class Picture:
@@ -78,13 +87,10 @@ async def agree(stub: Any, picture: Picture) -> None:
 
 
 async def test_a_gateway_rebuilds_the_index(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+    server: EngineServer, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng, picture = random.Random(seed), Picture()
-    async with (
-        real_engine(tmp_path, vllm_facade=True, **SMALL) as server,
-        kv_events(server) as stub,
-    ):
+    async with kv_events(server) as stub:
         await traffic(server, rng, 10)
         async with watching(server, picture):
             await until(lambda: picture.seq)
@@ -102,7 +108,7 @@ async def test_a_gateway_rebuilds_the_index(
             await agree(stub, picture)
 
 
-async def test_chunks_say_what_the_cache_had_of_the_prompt(tmp_path: Path) -> None:
+async def test_chunks_say_what_the_cache_had_of_the_prompt(server: EngineServer) -> None:
     """Of calls side by side, whose rows come out of the same steps."""
     asked = [
         pb.GenerateRequest(
@@ -112,10 +118,7 @@ async def test_chunks_say_what_the_cache_had_of_the_prompt(tmp_path: Path) -> No
         )
         for length in (6, 15)
     ]
-    async with (
-        real_engine(tmp_path, vllm_facade=True, **SMALL) as server,
-        grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
-    ):
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
         await rest(stub.Generate(asked[1]))
         both = await asyncio.gather(*(rest(stub.Generate(one)) for one in asked))
