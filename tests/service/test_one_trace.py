@@ -184,25 +184,32 @@ async def test_a_collector_that_is_away_or_silent_blocks_nothing(
         assert time.monotonic() - began < PATIENCE_S / 2, "the end waited for the collector"
 
 
+async def post_traced(http: httpx.AsyncClient, trace: int, **body: Any) -> None:
+    """With a cache of its own: each prompt is computed."""
+    header = {"traceparent": f"00-{trace:032x}-{PARENT}-01"}
+    asked = {"ignore_eos": True, "cache_salt": str(trace), **body}
+    answer = await http.post("/v1/completions", json=asked, headers=header)
+    assert answer.status_code == 200, answer.text
+
+
 async def test_blocks_and_chunks_of_a_diffusion_request(tmp_path: Path) -> None:
     """A prompt of two chunks; at level 3 every block has a span, below it an event."""
     built_in = {"model": "demo-block", "load_format": "auto", "max_model_len": 128}
+    with collecting() as (collector, endpoint):
+        async with (
+            real_engine(tmp_path, **built_in, token_budget=64, otlp_endpoint=endpoint) as server,
+            frontend_for(server.port) as frontend,
+            http_client(f"http://127.0.0.1:{frontend.http_port}") as http,
+        ):
+            await until(lambda: frontend.desk.state == "ready")
+            for level in (1, 3):
+                server.desk.observer.set_trace_level(level)
+                prompt = "To be or not to be. " * 4
+                await post_traced(http, level, prompt=prompt, max_tokens=40)
     for level in (1, 3):
-        with collecting() as (collector, endpoint):
-            async with (
-                real_engine(
-                    tmp_path, **built_in, token_budget=64, otlp_endpoint=endpoint, trace_level=level
-                ) as server,
-                frontend_for(server.port) as frontend,
-                http_client(f"http://127.0.0.1:{frontend.http_port}") as http,
-            ):
-                await until(lambda now=frontend: now.desk.state == "ready")
-                header = {"traceparent": f"00-{7:032x}-{PARENT}-01"}
-                body = {"prompt": "To be or not to be. " * 4, "max_tokens": 40, "ignore_eos": True}
-                answer = await http.post("/v1/completions", json=body, headers=header)
-                assert answer.status_code == 200, answer.text
-        spans = {span.name: span for span in collector.spans}
-        blocks = [span for span in collector.spans if span.name == "engine.block"]
+        found = collector.of_trace(f"{level:032x}")
+        spans = {span.name: span for span in found}
+        blocks = [span for span in found if span.name == "engine.block"]
         num_blocks = values_of(spans["tidemill.v1.EngineService/Generate"])["tidemill.blocks"]
         denoise, prefill = spans["engine.denoise"], spans["engine.prefill"]
         assert prefill.end_time_unix_nano <= denoise.start_time_unix_nano
@@ -218,16 +225,26 @@ async def test_blocks_and_chunks_of_a_diffusion_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "params", "remasks", "refreshes"),
+    ("model", "asked"),
     [
-        ("demo-block", {"threshold": 0.5}, False, 0),
-        ("demo-block", {"threshold": 0.5, "edit_threshold": 0.0}, True, 0),
-        ("demo-canvas", {"cache": "none", "block_length": 16}, False, 0),
-        ("demo-canvas", {"cache": "dual", "block_length": 16}, False, 3),
+        (
+            "demo-block",
+            (
+                ({"threshold": 0.5}, False, 0),
+                ({"threshold": 0.5, "edit_threshold": 0.0}, True, 0),
+            ),
+        ),
+        (
+            "demo-canvas",
+            (
+                ({"cache": "none", "block_length": 16}, False, 0),
+                ({"cache": "dual", "block_length": 16}, False, 3),
+            ),
+        ),
     ],
 )
 async def test_what_a_diffusion_request_took_back_and_computed_anew(
-    tmp_path: Path, model: str, params: dict[str, Any], remasks: bool, refreshes: int
+    tmp_path: Path, model: str, asked: tuple[tuple[dict[str, Any], bool, int], ...]
 ) -> None:
     """Tokens that gave way to others, and refreshes of an approximate cache: one a block."""
     built_in = {"model": model, "load_format": "auto", "max_model_len": 128}
@@ -238,14 +255,16 @@ async def test_what_a_diffusion_request_took_back_and_computed_anew(
             http_client(f"http://127.0.0.1:{frontend.http_port}") as http,
         ):
             await until(lambda: frontend.desk.state == "ready")
-            decoding = {"params": params}
-            body = {"prompt": [65] * 16, "max_tokens": 48, "ignore_eos": True, "seed": 1}
-            answer = await http.post("/v1/completions", json={**body, "decoding": decoding})
-            assert answer.status_code == 200, answer.text
-    (root,) = (span for span in collector.spans if span.name.endswith("/Generate"))
-    found = values_of(root)
-    assert (found["tidemill.remasks"] > 0) is remasks, found
-    assert found["tidemill.cache_refreshes"] == refreshes
+            for trace, (params, *_) in enumerate(asked, 1):
+                body = {"prompt": [65] * 16, "max_tokens": 48, "seed": 1}
+                await post_traced(http, trace, **body, decoding={"params": params})
+    roots = [span for span in collector.spans if span.name.endswith("/Generate")]
+    assert len(roots) == len(asked)
+    roots.sort(key=lambda root: root.trace_id)
+    for root, (_, remasks, refreshes) in zip(roots, asked, strict=True):
+        found = values_of(root)
+        assert (found["tidemill.remasks"] > 0) is remasks, found
+        assert found["tidemill.cache_refreshes"] == refreshes
 
 
 async def test_the_trace_level_changes_while_it_runs(tmp_path: Path) -> None:
