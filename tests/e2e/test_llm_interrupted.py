@@ -34,7 +34,9 @@ from tidemill import LLM, SamplingParams
 
 llm = LLM("demo", max_rows=4)
 prompts = ["ROMEO:", "add: 12+34 =", "sort: dbca =", "To be, or not", "count: 37 n=5", "Once more"]
-sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+# Two waves of four rows, over a border of two pages; the shorter a call is, the more of the
+# interrupts come as it begins, as its requests end, and between the two waves.
+sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 def ask():
