@@ -16,7 +16,7 @@ def test_spans_come_as_often_as_they_are_asked_for(tmp_path: Path) -> None:
 
     It counts, and waits for half a minute: nothing here is wrong beside others."""
     file = tmp_path / "figures.json"
-    flags = ["--rounds=2", "--requests=60", "--rate=30", "--sample-ratio=0.5", f"--json={file}"]
+    flags = ["--rounds=2", "--requests=60", "--rate=60", "--sample-ratio=0.5", f"--json={file}"]
     assert bench.run(["tracing", *flags]) == 0
     found = json.loads(file.read_text())
     always, sampled = (found["spans_per_request"][name] for name in ("always", "sampled"))
