@@ -78,13 +78,15 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
 
 
 def test_a_frontend_needs_no_torch(wheel: Path, tmp_path: Path) -> None:
-    run(sys.executable, "-m", "venv", tmp_path / "venv", folder=tmp_path)
+    # The pip that is here installs into it: a pip of its own would be unpacked and compiled first.
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", folder=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
-    install = (python, "-m", "pip", "install", "--quiet", "--no-compile")
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    install = (*pip, "install", "--quiet", "--no-compile")
     patient = ("--retries=9", "--timeout=60")  # an index may stumble
     run(*install, *patient, "-r", ROOT / "requirements" / "frontend.lock", folder=tmp_path)
     run(*install, "--no-deps", "--no-index", wheel, folder=tmp_path)
-    run(python, "-m", "pip", "check", folder=tmp_path)
+    run(*pip, "check", folder=tmp_path)
     run(python, "-c", WITHOUT_TORCH, folder=tmp_path)
     command = tmp_path / "venv" / "bin" / "tidemill"
     assert tidemill.__version__ in run(command, "--version", folder=tmp_path)
