@@ -94,8 +94,7 @@ def test_a_batch_is_asked_over_tls_with_a_key(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(made.line)
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
     (tmp_path / "in.jsonl").write_text(json.dumps({**line, "body": {"prompt": "ROMEO:"}}))
-    # What is answered does not matter here, and an engine without a model loads no torch.
-    flags = ("--executor=simulated", f"--tls-cert={server.cert}", f"--tls-key={server.key}")
+    flags = (f"--tls-cert={server.cert}", f"--tls-key={server.key}")
     with serve(
         tmp_path, "demo", *flags, f"--api-keys-file={tmp_path / 'keys'}", *free_ports()
     ) as it:
