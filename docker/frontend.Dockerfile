@@ -10,12 +10,13 @@ WORKDIR /src
 RUN python3 -m venv /venv
 COPY requirements requirements
 COPY pyproject.toml README.md LICENSE ./
-# Dependencies first: they change rarely, so they get a layer of their own. A mirror of the package
+# Dependencies first: they change rarely, so they get a layer of their own, and the lock names all of
+# them, so that nothing is resolved (`pip check` below tells what is missing). A mirror of the package
 # index, with its password if it has one, comes as a secret (id pip, a pip.conf) and stays out of the
 # image.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf,required=false \
     mkdir tidemill && printf '__version__ = "0"\n' > tidemill/__init__.py \
-    && /venv/bin/pip install --quiet --no-cache-dir -r requirements/frontend.lock \
+    && /venv/bin/pip install --quiet --no-cache-dir --no-deps -r requirements/frontend.lock \
     && /venv/bin/pip install --quiet --no-cache-dir --no-build-isolation \
         -c requirements/cpu.lock ".[${EXTRAS}]"
 COPY proto proto

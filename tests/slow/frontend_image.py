@@ -75,14 +75,13 @@ class Built:
         return command(*self._buildah, *words, folder=ROOT)
 
     def _base(self) -> None:
-        archive = self._folder / "base.tar"
+        container = self.buildah("from", "scratch").strip()
+        place = self.buildah("mount", container).strip()
         wanted = "--include=python3,python3-venv,ca-certificates"
         again = '--aptopt=Acquire::Retries "9"'  # a mirror may stumble
-        command("mmdebstrap", "--quiet", "--variant=minbase", wanted, again, SUITE, archive)
-        container = self.buildah("from", "scratch").strip()
-        self.buildah("add", container, archive, "/")
+        command("mmdebstrap", "--quiet", "--variant=minbase", wanted, again, SUITE, place)
+        self.buildah("umount", container)
         self.buildah("commit", "--quiet", container, BASE)
-        archive.unlink()
 
     def _frontend(self) -> None:
         settings, volumes = _index_of_this_machine()
