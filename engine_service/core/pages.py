@@ -11,6 +11,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import chain
 from typing import NamedTuple
 
 from engine_service.core.journal import Journal, PagesStored
@@ -231,12 +232,14 @@ class PageManager:
     def check_integrity(self, tables: Iterable[PageTable]) -> None:
         """Asserts every invariant of the pool, given all open tables. For tests and debugging."""
         opened = list(tables)
-        held = Counter(page for table in opened for page in table.pages)
-        for page, refs in enumerate(self._refs):
+        held = Counter(chain.from_iterable(table.pages for table in opened))
+        used = {page: refs for page, refs in enumerate(self._refs) if refs}
+        for page in sorted(used.keys() | held.keys()):
+            refs = self._refs[page]
             assert refs == held[page], f"page {page}: {refs} references, {held[page]} holders"
-        free = [*self._blank, *self._reusable]
-        assert len(free) == len(set(free)), "a page is free twice"
-        assert set(free) == {p for p, refs in enumerate(self._refs) if refs == 0}, "pages leaked"
+        free = {*self._blank, *self._reusable}
+        assert len(free) == len(self._blank) + len(self._reusable), "a page is free twice"
+        assert free == set(range(len(self._refs))) - used.keys(), "pages leaked"
         assert all(page in self._key_of for page in self._reusable), "reusable but not indexed"
         assert not any(page in self._key_of for page in self._blank), "blank but indexed"
         inverse = {page: key for key, page in self._page_of.items()}
