@@ -153,6 +153,7 @@ def some_final(batch: DecideBatch, rng: random.Random, num_padding: int) -> torc
     return final
 
 
+ROWS = 34
 KINDS = {
     "greedy": [Row()],
     "hot": [Row(), Row(temperature=1.5, seed=3)],
@@ -173,18 +174,18 @@ def test_final_positions_are_left_out_of_the_head(
         monkeypatch.setattr(sampler, "_OPEN_STEP", step)
     torch.manual_seed(seed)
     rng, num_padding = random.Random(seed), 6
-    lazy, known, head = both_ways((KINDS[kind] * 50)[:50])
+    lazy, known, head = both_ways((KINDS[kind] * ROWS)[:ROWS])
     is_open = ~some_final(lazy, rng, num_padding)
     is_open[len(is_open) - num_padding :] = False
-    bound = min(49, int(is_open.sum()) + slack)
-    size = min(50, -(-bound // (step or 1)) * (step or 1))
-    for batch, num_chosen in ((lazy, size), (known, 50)):
+    bound = min(ROWS - 1, int(is_open.sum()) + slack)
+    size = min(ROWS, -(-bound // (step or 1)) * (step or 1))
+    for batch, num_chosen in ((lazy, size), (known, ROWS)):
         few = dataclasses.replace(batch, num_open=bound)
         few.tables.fixed[:] = lazy.tables.fixed
         got, want = (choose_with_confidence(one, draws_of(one)) for one in (few, batch))
         assert_equal(*(Confidence(*(one[is_open] for one in each)) for each in (got, want)))
         assert (got.probs != 0).sum() == num_chosen
-    assert head.rows == [size, 50]
+    assert head.rows == [size, ROWS]
 
 
 def test_all_of_them_may_be_final(seed: int) -> None:
