@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -44,6 +45,12 @@ def run(
     return engine
 
 
+@cache
+def run_plainly(which: int, *, num_pages: int = 30, **options: object) -> ToyEngine:
+    """One step after the other: what all are compared with."""
+    return run(which, overlaps=False, num_pages=num_pages, **options)
+
+
 def tokens(engine: ToyEngine) -> list[list[int]]:
     return [result.tokens for result in engine.results.values()]
 
@@ -54,7 +61,7 @@ def test_overlap_equals_no_overlap(
     seed: int, options: dict[str, object], foreseen_tokens: int
 ) -> None:
     for round_seed in range(seed, seed + 4):
-        plain = run(round_seed, overlaps=False, **options)
+        plain = run_plainly(round_seed, **options)
         overlapped = run(round_seed, overlaps=True, foreseen_tokens=foreseen_tokens, **options)
         assert tokens(overlapped) == tokens(plain), round_seed
         for one, other in zip(plain.results.values(), overlapped.results.values(), strict=True):
@@ -68,7 +75,7 @@ def test_pages_run_short_while_steps_overlap(seed: int, foreseen_tokens: int) ->
     for round_seed in range(seed, seed + 4):
         engine = run(round_seed, overlaps=True, num_pages=26, foreseen_tokens=foreseen_tokens)
         preemptions += sum(r.finish.usage.preemptions for r in engine.results.values())
-        assert tokens(engine) == tokens(run(round_seed, overlaps=False, num_pages=200))
+        assert tokens(engine) == tokens(run_plainly(round_seed, num_pages=200))
     assert preemptions > 0, "the test must force preemptions"
 
 
