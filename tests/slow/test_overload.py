@@ -100,8 +100,8 @@ async def ask_lean(face: HttpFace, prompt: str) -> Outcome:
 async def asker(port: int, rng: random.Random) -> AsyncIterator[Ask]:
     """Streams of 32 tokens; every answer is whole, or a 429 that says when to come back.
 
-    Most of them are asked by the benchmark's client: a library's takes more of the processor than
-    the server that is measured, and its own delay was half of what it saw of a refusal."""
+    Most of them are asked by the benchmark's client: a library's takes a third of a core beside the
+    server that is measured, as much as its frontend does."""
     address = f"http://127.0.0.1:{port}"
     target = Target(
         urls=(address,),
