@@ -26,7 +26,7 @@ $(STAMP): $(LOCK) pyproject.toml
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "Python has no venv module: install it, on Debian and Ubuntu with 'apt-get install python3-venv'"; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "installing $(LOCK) into $(VENV) ..."
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-compile -r $(LOCK)
+	@$(PY) requirements/install.py $(PY) $(LOCK)
 	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -59,7 +59,7 @@ environments: $(ENVIRONMENTS)
 .clients/%/.stamp: $(CLIENTS)/%/requirements.txt
 	@echo "installing $< into $(@D) ..."
 	@$(PYTHON) -m venv --clear --without-pip $(@D)
-	@$(PY) -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --no-compile -r $<
+	@$(PY) requirements/install.py $(@D)/bin/python $<
 	@touch $@
 %/node_modules/.stamp: %/package-lock.json
 	@echo "installing $< into $(@D) ..."

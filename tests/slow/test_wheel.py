@@ -78,16 +78,14 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
 
 
 def test_a_frontend_needs_no_torch(wheel: Path, tmp_path: Path) -> None:
-    # The pip that is here installs into it: a pip of its own would be unpacked and compiled first.
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", folder=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
+    requirements = ROOT / "requirements"
+    install = (sys.executable, requirements / "install.py", python, requirements / "frontend.lock")
+    run(*install, folder=tmp_path)
     pip = (sys.executable, "-m", "pip", "--python", python)
-    install = (*pip, "install", "--quiet", "--no-compile")
-    patient = ("--retries=9", "--timeout=60")  # an index may stumble
-    # The lock names all that is needed, which `check` looks at: nothing has to be resolved anew.
-    lock = ("--no-deps", "-r", ROOT / "requirements" / "frontend.lock")
-    run(*install, *patient, *lock, folder=tmp_path)
-    run(*install, "--no-deps", "--no-index", wheel, folder=tmp_path)
+    wheels = ("--quiet", "--no-compile", "--no-deps", "--no-index", wheel)
+    run(*pip, "install", *wheels, folder=tmp_path)
     run(*pip, "check", folder=tmp_path)
     run(python, "-c", WITHOUT_TORCH, folder=tmp_path)
     command = tmp_path / "venv" / "bin" / "tidemill"
