@@ -28,7 +28,7 @@ VARIABLES = {
 
 
 def install(python: str, file: str) -> int:
-    """Into the environment of this interpreter; returns the exit status."""
+    """Into the environment of `python`; returns the exit status."""
     environ = {**os.environ, "UV_INDEX_STRATEGY": "unsafe-best-match"}  # the newest, as pip does
     told = told_to_pip()
     for name, values in told.items():

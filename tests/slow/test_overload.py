@@ -38,8 +38,6 @@ FLAGS = (
     f"--max-rows={ROWS}",
     "--max-queue-delay-s=0.25",
 )
-
-
 HEADS_SHARE = 0.1
 """Of the requests, those that a client library asks, which sees the heads of answers."""
 
