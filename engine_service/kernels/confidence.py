@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from engine_service.kernels.jit import INTERPRETED, jit, overlaps_launches, runs_triton, tl, triton
-from engine_service.kernels.sampling import Streams
+from engine_service.kernels.streams import Streams
 from engine_service.kernels.vocab_share import VocabShare
 from engine_service.kernels.vocab_tiles import (
     TILE,

@@ -1,38 +1,28 @@
-"""Top-k, top-p and min-p without sorting the vocabulary: corrects tokens that were drawn freely.
+"""Draws with top-k, top-p and min-p without sorting the vocabulary.
 
-A token drawn by Gumbel-max over all ids is also the draw over the kept ids if it is one of them;
-whether it is follows from how many ids come before it and how much probability they hold, which
-is one pass over the row. If it is not, then nothing behind it is kept either, and the draw is
-repeated among the ids before it, with the noise they have. (FlashInfer, arXiv 2501.01005, rejects
-draws so; it draws anew in every round.) It does not know penalties.
+A row with a small top-k is drawn among its candidates (kernels/candidates.py). Of others, a token
+drawn by Gumbel-max over all ids is also the draw over the kept ids if it is one of them; whether it
+is follows from how many ids come before it and how much probability they hold, which is one pass
+over the row. If it is not, then nothing behind it is kept either, and the draw is repeated among
+the ids before it, with the noise they have. (FlashInfer, arXiv 2501.01005, rejects draws so; it
+draws anew in every round.) It does not know penalties.
 Shape legend: N rows of scores, V vocabulary, R lines of the tables.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
+from engine_service.kernels.candidates import FEW, Filters, draw_among_best_triton
 from engine_service.kernels.jit import INTERPRETED, jit, overlaps_launches, tl
 from engine_service.kernels.order import number, ordered
-from engine_service.kernels.sampling import Streams
+from engine_service.kernels.sampling import draw_tokens_triton, empty_leaders
+from engine_service.kernels.streams import Streams
 from engine_service.kernels.vocab_tiles import draw_key, gumbel_noise, load_tile, lowest_best
 
 _TILE, _STAGES = 8192, 3
 """One program walks a row alone: 16 logits a thread, and two tiles on their way while it computes
 with a third, keep the memory of its multiprocessor busy."""
-
-
-class Filters(NamedTuple):
-    """Lines of the tables, each [R]."""
-
-    top_k: torch.Tensor
-    """int64; 0 is off."""
-    top_p: torch.Tensor
-    """float32; 1 is off."""
-    min_p: torch.Tensor
-    """float32; 0 is off."""
 
 
 @jit
@@ -193,6 +183,7 @@ def _redraw_kernel(
     HARDWARE_LOG: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    FEW: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     if PDL:
@@ -207,12 +198,15 @@ def _redraw_kernel(
         key = draw_key(
             tl.load(seed_ptr + row), tl.load(position_ptr + n), tl.load(draw_ptr + n), PURPOSE
         )
-        token = _redraw(
-            score_ptr + n * stride, vocab, tl.div_rn(1.0, temperature), banned_ptr, key,
-            tl.load(token_ptr + n).to(tl.int32), tl.minimum(top_k, vocab).to(tl.int32),
-            top_p, min_p, NUM_BANNED, HARDWARE_LOG, BLOCK, STAGES,
-        )  # fmt: skip
-        tl.store(token_ptr + n, token.to(tl.int64))
+        token = tl.load(token_ptr + n).to(tl.int32)
+        # Candidates have left nothing to do, unless they were too many.
+        if (token < 0) | (top_k == 0) | (top_k > FEW):
+            token = _redraw(
+                score_ptr + n * stride, vocab, tl.div_rn(1.0, temperature), banned_ptr, key,
+                token, tl.minimum(top_k, vocab).to(tl.int32),
+                top_p, min_p, NUM_BANNED, HARDWARE_LOG, BLOCK, STAGES,
+            )  # fmt: skip
+            tl.store(token_ptr + n, token.to(tl.int64))
 
 
 @jit
@@ -231,10 +225,14 @@ def _redraw(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> tl.tensor:
-    """The kept id with the best noisy score, from the one that is best of all ids."""
-    at = tl.load(line_ptr + token).to(tl.float32) * inverse
-    # No score exceeds that of a drawn token by more than the range of the noise, which is 26.
-    base = at
+    """The kept id with the best noisy score, from the one on that is best of all ids; -1 where that
+    is not drawn yet."""
+    at, base = float("-inf"), 0.0
+    if token < 0:
+        token = vocab  # all ids come before it
+    else:
+        at = tl.load(line_ptr + token).to(tl.float32) * inverse
+        base = at
     weight_of_best = -1.0
     searching = True
     while searching:
@@ -253,37 +251,33 @@ def _redraw(
         in_min_p = tl.exp2((at - top) * 1.4426950408889634) >= min_p
         searching = (rank > 0) & ((not in_top_k) | (not in_top_p) | (not in_min_p))
         if searching:
+            is_first = token == vocab
             token = tl.minimum(drawn, vocab - 1)
             at = tl.load(line_ptr + token).to(tl.float32) * inverse
-    return token
+            # No score exceeds that of a token drawn freely by more than the range of the noise,
+            # which is 26.
+            base = tl.where(is_first, at, base)
+    return tl.minimum(token, vocab - 1)
 
 
-def redraw_filtered_triton(
-    scores_NV: torch.Tensor,
-    token_ids: torch.Tensor,
-    streams: Streams,
-    filters: Filters,
-    banned_ids: torch.Tensor | None,
-) -> None:
-    """Replaces every token [N] that its row's filters drop by the draw over the kept ids.
+def draw_filtered_triton(
+    scores_NV: torch.Tensor, streams: Streams, filters: Filters, banned_ids: torch.Tensor | None
+) -> torch.Tensor:
+    """[N] int64: draw_tokens_triton over the ids that a row's filters keep.
 
-    `token_ids` are those of draw_tokens_triton for the same arguments; greedy rows and rows without
-    filters cost nothing. Semantics are those of filters.keep_likely in sampling; top-p compares
-    sums of float32.
+    Semantics are those of filters.keep_likely in sampling; top-p compares sums of float32. A row's
+    token does not depend on the filters of others.
     """
     num_rows, vocab = scores_NV.shape
+    leaders = empty_leaders(scores_NV, filters.top_k)
+    token_ids = draw_tokens_triton(scores_NV, streams, banned_ids, leaders=leaders)
+    draw_among_best_triton(scores_NV, token_ids, streams, filters, leaders.best, banned_ids)
     overlap = overlaps_launches(scores_NV.device)
     _redraw_kernel[(num_rows,)](
         scores_NV,
         token_ids,
-        streams.rows,
-        streams.positions,
-        streams.draws,
-        streams.temperature,
-        streams.seeds,
-        filters.top_k,
-        filters.top_p,
-        filters.min_p,
+        *streams[:5],
+        *filters,
         banned_ids,
         scores_NV.stride(0),
         vocab,
@@ -292,8 +286,10 @@ def redraw_filtered_triton(
         HARDWARE_LOG=not INTERPRETED,
         BLOCK=_TILE,
         STAGES=_STAGES,
+        FEW=FEW,
         PDL=overlap,
         num_warps=16,
         enable_fp_fusion=False,
         launch_pdl=overlap,
     )
+    return token_ids

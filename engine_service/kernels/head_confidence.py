@@ -19,7 +19,7 @@ import torch
 
 from engine_service.kernels.confidence import Confidence, TileParts
 from engine_service.kernels.linear import linear
-from engine_service.kernels.sampling import Streams
+from engine_service.kernels.streams import Streams
 from engine_service.kernels.vocab_share import VocabShare
 from engine_service.kernels.vocab_tiles import TILE
 

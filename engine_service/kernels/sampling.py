@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from engine_service.kernels.candidates import FEW, GROUP
 from engine_service.kernels.jit import INTERPRETED, jit, overlaps_launches, tl, triton
+from engine_service.kernels.streams import Streams
 from engine_service.kernels.vocab_share import VocabShare
 from engine_service.kernels.vocab_tiles import (
     TILE,
@@ -21,20 +23,13 @@ from engine_service.kernels.vocab_tiles import (
 )
 
 
-class Streams(NamedTuple):
-    """Which random numbers every row of logits draws, and how hot; in the kernels' order."""
+class Leaders(NamedTuple):
+    """For rows of few candidates: what their draw (kernels/candidates.py) starts from."""
 
-    rows: torch.Tensor
-    """[N] int64: line of the tables."""
-    positions: torch.Tensor
-    """[N] int64."""
-    draws: torch.Tensor
-    """[N] int64."""
-    temperature: torch.Tensor
-    """[R] float32; 0 is greedy."""
-    seeds: torch.Tensor
-    """[R] int64."""
-    purpose: int
+    top_k: torch.Tensor
+    """[R] int64; 0 is off."""
+    best: torch.Tensor
+    """[N, G] float32: the best score of every 32 ids is written here."""
 
 
 @jit
@@ -48,6 +43,8 @@ def _draw_tiles_kernel(
     banned_ptr: tl.tensor,
     id_ptr: tl.tensor,
     score_ptr: tl.tensor,
+    top_k_ptr: tl.tensor,
+    leader_ptr: tl.tensor,
     stride: tl.tensor,
     first: tl.tensor,
     vocab: tl.tensor,
@@ -55,6 +52,8 @@ def _draw_tiles_kernel(
     NUM_BANNED: tl.constexpr,
     HARDWARE_LOG: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    FEW: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     if PDL:
@@ -66,17 +65,33 @@ def _draw_tiles_kernel(
     temperature = tl.load(temperature_ptr + row)
     # Ids are those of the whole vocabulary: the line begins `first` logits ahead of the columns.
     x = load_tile(logits_ptr + (n * stride - first), start, vocab, banned_ptr, NUM_BANNED, BLOCK)
-    ids = start + tl.arange(0, BLOCK)
+    ids, part = start + tl.arange(0, BLOCK), n * tl.num_programs(1) + tl.program_id(1)
     score = x
+    is_drawn_here = True
     # A branch per program: one captured graph serves greedy rows and sampled ones.
     if temperature > 0.0:
-        position, draw = tl.load(position_ptr + n), tl.load(draw_ptr + n)
-        key = draw_key(tl.load(seed_ptr + row), position, draw, PURPOSE)
-        score = x * tl.div_rn(1.0, temperature) + gumbel_noise(ids, key, HARDWARE_LOG)
+        score = x * tl.div_rn(1.0, temperature)
+        if GROUP:
+            top_k = tl.load(top_k_ptr + row)
+            is_drawn_here = (top_k == 0) | (top_k > FEW)
+            if not is_drawn_here:
+                _store_leaders(leader_ptr + part * (BLOCK // GROUP), score, BLOCK // GROUP, GROUP)
+        if is_drawn_here:
+            position, draw = tl.load(position_ptr + n), tl.load(draw_ptr + n)
+            key = draw_key(tl.load(seed_ptr + row), position, draw, PURPOSE)
+            score += gumbel_noise(ids, key, HARDWARE_LOG)
     best, token = lowest_best(score, ids, vocab)
-    part = n * tl.num_programs(1) + tl.program_id(1)
     tl.store(score_ptr + part, best)
-    tl.store(id_ptr + part, token)
+    tl.store(id_ptr + part, tl.where(is_drawn_here, token, -1))
+
+
+@jit
+def _store_leaders(
+    leader_ptr: tl.tensor, score: tl.tensor, COUNT: tl.constexpr, GROUP: tl.constexpr
+) -> None:
+    """The best score of every group; NaN is none."""
+    groups = tl.reshape(tl.where(score == score, score, float("-inf")), (COUNT, GROUP))
+    tl.store(leader_ptr + tl.arange(0, COUNT), tl.max(groups, axis=1))
 
 
 @jit
@@ -106,9 +121,10 @@ def draw_tokens_triton(
     streams: Streams,
     banned_ids: torch.Tensor | None,
     share: VocabShare | None = None,
+    leaders: Leaders | None = None,
 ) -> torch.Tensor:
     """[N] int64 argmax of logits / temperature + Gumbel noise, of equals the lowest id; never a
-    banned one.
+    banned one. Rows of `leaders` whose top-k is small get these, and no token but -1.
 
     `share`: which ids the columns are of; the best of each tile is exchanged with other ranks.
     `logits` are float32, bfloat16 or float16 with contiguous rows; `banned_ids` [few] int64. A NaN
@@ -126,6 +142,7 @@ def draw_tokens_triton(
         banned_ids,
         ids,
         scores,
+        *(leaders or (None, None)),
         logits_NV.stride(0),
         first,
         first + count,
@@ -133,6 +150,8 @@ def draw_tokens_triton(
         NUM_BANNED=0 if banned_ids is None else banned_ids.numel(),
         HARDWARE_LOG=not INTERPRETED,
         BLOCK=TILE,
+        GROUP=0 if leaders is None else GROUP,
+        FEW=FEW,
         PDL=overlap,
         num_warps=4,
         # Score and noise are rounded one by one, as in the plain formula.
@@ -140,6 +159,13 @@ def draw_tokens_triton(
         launch_pdl=overlap,
     )
     return _join_tiles(tiles if share is None else share.join(tiles))
+
+
+def empty_leaders(logits_NV: torch.Tensor, top_k: torch.Tensor) -> Leaders:
+    """Leaders to be written, those of ids behind V included."""
+    num_rows, width = logits_NV.shape
+    count = triton.cdiv(width, TILE) * (TILE // GROUP)
+    return Leaders(top_k, torch.empty(num_rows, count, device=logits_NV.device))
 
 
 def _join_tiles(tiles: torch.Tensor) -> torch.Tensor:

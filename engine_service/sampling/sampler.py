@@ -16,11 +16,12 @@ from engine_service.kernels.confidence import (
     confidence,
     confidence_of_pieces,
 )
-from engine_service.kernels.filters import Filters, redraw_filtered_triton
+from engine_service.kernels.filters import Filters, draw_filtered_triton
 from engine_service.kernels.head_confidence import head_confidence_triton, head_pieces
 from engine_service.kernels.jit import runs_triton
 from engine_service.kernels.penalties import Penalties, Slots, adjusted_scores_triton
-from engine_service.kernels.sampling import Streams, draw_tokens_triton
+from engine_service.kernels.sampling import draw_tokens_triton
+from engine_service.kernels.streams import Streams
 from engine_service.sampling.batch import DecideBatch
 from engine_service.sampling.filters import keep_likely
 from engine_service.sampling.held import HeldIds, left_out
@@ -65,11 +66,10 @@ def choose_on_device(batch: DecideBatch, draws: torch.Tensor) -> torch.Tensor:
     scores = batch.logits_NV if is_raw else _adjust_on_device(batch)
     banned = tables.banned_ids if is_raw else None
     streams = _streams(batch, draws)
-    token_ids = draw_tokens_triton(scores, streams, banned)
     if wants.sampling and wants.filters:
         filters = Filters(tables.top_k, tables.top_p, tables.min_p)
-        redraw_filtered_triton(scores, token_ids, streams, filters, banned)
-    return token_ids
+        return draw_filtered_triton(scores, streams, filters, banned)
+    return draw_tokens_triton(scores, streams, banned)
 
 
 def choose_with_confidence(

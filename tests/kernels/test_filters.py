@@ -8,8 +8,11 @@ import random
 import pytest
 import torch
 
-from engine_service.kernels.filters import Filters, redraw_filtered_triton
-from engine_service.kernels.sampling import Streams, draw_tokens_triton
+from engine_service.kernels import filters as kernel
+from engine_service.kernels import sampling
+from engine_service.kernels.filters import Filters, draw_filtered_triton
+from engine_service.kernels.sampling import draw_tokens_triton
+from engine_service.kernels.streams import Streams
 from engine_service.sampling.batch import DecideBatch
 from engine_service.sampling.filters import keep_likely
 from engine_service.sampling.rng import Purpose
@@ -29,11 +32,10 @@ def draw(batch: DecideBatch, draws: torch.Tensor, *, filtered: bool = True) -> l
         Purpose.TOKEN,
     )  # fmt: skip
     banned = tables.banned_ids
-    tokens = draw_tokens_triton(there.logits_NV, streams, banned)
-    if filtered:
-        filters = Filters(tables.top_k, tables.top_p, tables.min_p)
-        redraw_filtered_triton(there.logits_NV, tokens, streams, filters, banned)
-    return tokens.tolist()
+    if not filtered:
+        return draw_tokens_triton(there.logits_NV, streams, banned).tolist()
+    filters = Filters(tables.top_k, tables.top_p, tables.min_p)
+    return draw_filtered_triton(there.logits_NV, streams, filters, banned).tolist()
 
 
 def filtered_row(rng: random.Random, vocab: int) -> Row:
@@ -41,7 +43,7 @@ def filtered_row(rng: random.Random, vocab: int) -> Row:
     return Row(
         temperature=rng.choice([0.0, 0.6, 1.0, 1.9]),
         top_p=rng.choice([1.0, 0.93, 0.52, 0.113]),
-        top_k=rng.choice([0, 1, 2, 20, vocab, vocab + 5]),
+        top_k=rng.choice([0, 1, 2, 20, 64, 65, vocab, vocab + 5]),
         min_p=rng.choice([0.0, 0.0, 0.06, 0.51]),
         seed=rng.getrandbits(64),
     )
@@ -61,16 +63,40 @@ def test_tokens_are_those_of_sorting(
     assert draw(batch, draws) == choose(batch, draws).tolist()
 
 
+@pytest.mark.parametrize("vocab", [700, 4900])
 @pytest.mark.parametrize("levels", [1, 2, 3])
-def test_equals_are_kept_from_the_lowest_id_on(levels: int, seed: int) -> None:
+def test_equals_are_kept_from_the_lowest_id_on(levels: int, vocab: int, seed: int) -> None:
+    """In the longer line more groups than candidates are taken from have the best score."""
     rng = random.Random(seed)
     values = [0.0, -0.0, 1.5, -2.25][: levels + 1]
-    logits = torch.tensor([[rng.choice(values) for _ in range(700)] for _ in range(COUNT)])
-    rows = [filtered_row(rng, 700) for _ in range(COUNT)]
+    logits = torch.tensor([[rng.choice(values) for _ in range(vocab)] for _ in range(COUNT)])
+    rows = [filtered_row(rng, vocab) for _ in range(COUNT)]
     rows[0] = Row(temperature=1.0, top_k=7, top_p=0.52, seed=seed)
+    rows[1:4] = [Row(temperature=1.0, top_k=2, seed=seed + place) for place in range(3)]
     batch = make_batch(logits, rows)
     draws = torch.arange(COUNT)
     assert draw(batch, draws) == choose(batch, draws).tolist()
+
+
+@pytest.mark.parametrize("scale", [0.1, 3.0])
+def test_candidates_are_drawn_from_as_the_whole_row_is(
+    scale: float, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    logits = torch.randn(COUNT, 9000) * scale
+    logits[0, 40:] = float("-inf")  # fewer are allowed than asked for
+    rows = [dataclasses.replace(filtered_row(rng, 9000), top_k=rng.randint(1, 64)) for _ in logits]
+    rows[0] = Row(temperature=1.0, top_k=60, top_p=0.93, seed=seed)
+    batch, draws = make_batch(logits, rows, banned=(int(logits[1].argmax()),)), torch.arange(COUNT)
+    by_candidates = draw(batch, draws)
+    beside_others = make_batch(
+        logits, [rows[0], *[dataclasses.replace(row, top_k=0) for row in rows[1:]]]
+    )
+    assert draw(beside_others, draws)[0] == by_candidates[0]
+    for module in (kernel, sampling):
+        monkeypatch.setattr(module, "FEW", 0)
+    assert draw(batch, draws) == by_candidates
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from engine_service.kernels.head_confidence import (
     piece_width,
 )
 from engine_service.kernels.jit import INTERPRETED
-from engine_service.kernels.sampling import Streams
+from engine_service.kernels.streams import Streams
 from engine_service.kernels.vocab_tiles import TILE
 from engine_service.sampling.rng import Purpose, draw_keys, gumbel
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from engine_service.kernels.jit import INTERPRETED, jit, tl
-from engine_service.kernels.sampling import Streams, draw_tokens_triton
+from engine_service.kernels.sampling import draw_tokens_triton
+from engine_service.kernels.streams import Streams
 from engine_service.kernels.vocab_tiles import TILE, draw_key, gumbel_noise
 from engine_service.sampling.head import KnownLogits
 from engine_service.sampling.rng import Purpose, draw_keys, gumbel

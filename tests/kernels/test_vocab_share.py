@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from engine_service.distributed import Group
 from engine_service.kernels.confidence import Confidence, TileParts
-from engine_service.kernels.sampling import Streams
+from engine_service.kernels.streams import Streams
 from engine_service.kernels.vocab_share import VocabShare
 from engine_service.kernels.vocab_tiles import TILE
 from engine_service.layers.slots import Share

@@ -13,8 +13,12 @@ from engine_service.kernels.grouped_linear import mix_experts_ref
 from engine_service.kernels.likely_choice import SoftmaxRule
 from engine_service.kernels.qk_rope_store import qk_rope_store_ref
 from engine_service.kernels.rotary import rotary_angles_ref
+from engine_service.sampling.filters import keep_likely
+from tests.sampling_batches import Row
+from tests.sampling_batches import make_batch as make_choices
 from tidemill.bench import mixture_cases
 from tidemill.bench.attention_cases import Load, eager_attention, make_batch
+from tidemill.bench.choice_cases import eager_draw_filtered
 from tidemill.bench.kernel_cases import eager_qk_rope_store
 from tidemill.bench.kernels import rates
 from tidemill.bench.mixture_cases import Mixture, eager_mix_experts
@@ -85,6 +89,19 @@ def test_eager_rotation_is_the_kernels(seed: int) -> None:
         found.append((q, k, v))
     torch.testing.assert_close(found[0], found[1])
     assert found[0][1].abs().sum() > 0
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(20, 0.9), (0, 0.8), (3, 1.0)])
+def test_eager_draws_come_from_what_is_kept(top_k: int, top_p: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(1, 60) / 2
+    row = Row(temperature=0.6, top_k=top_k, top_p=top_p)
+    values, ids = keep_likely(logits / row.temperature, make_choices(logits, [row]))
+    kept = set(ids[values > float("-inf")].tolist())
+    drawn = eager_draw_filtered(logits.expand(2000, -1), top_k, top_p).flatten().tolist()
+    assert set(drawn) <= kept
+    assert int(logits.argmax()) in drawn
+    assert len(set(drawn)) > 1
 
 
 def test_eager_experts_are_the_kernels(seed: int) -> None:

@@ -308,7 +308,7 @@ def test_a_name_that_no_kernel_has_is_refused(monkeypatch: pytest.MonkeyPatch) -
     """It ended well, without a line."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(kernels, "ceilings_of", lambda device: CEILINGS)
-    for cases in ("kernel_cases", "attention_cases", "mixture_cases"):
+    for cases in ("kernel_cases", "attention_cases", "choice_cases", "mixture_cases"):
         monkeypatch.setattr(f"tidemill.bench.{cases}.cases", lambda *_: iter(()))
     monkeypatch.setattr("engine_service.kernels.jit.HAS_TRITON", True)
     monkeypatch.setattr("engine_service.kernels.jit.INTERPRETED", False)

@@ -1,4 +1,5 @@
-"""The kernels that are measured, except attention: sizes, inputs, and what eager PyTorch would do.
+"""The kernels that are measured, except those of attention, experts and choices: sizes, inputs, and
+what eager PyTorch would do.
 
 Bytes are what has to be read and written once. It does not measure.
 """
@@ -12,18 +13,15 @@ import torch
 from torch.nn import functional
 
 from engine_service.kernels.activation import silu_mul
-from engine_service.kernels.confidence import confidence, confidence_ref
 from engine_service.kernels.embedding import gather_embeddings, gather_embeddings_ref
-from engine_service.kernels.head_confidence import head_confidence_triton
 from engine_service.kernels.norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from engine_service.kernels.qk_rope_store import qk_rope_store
 from engine_service.kernels.rotary import rotary_angles_ref, rotate_ref
-from engine_service.kernels.sampling import Streams, draw_tokens_triton
 from engine_service.kernels.small_linear import small_linear_triton
 
 _EPS = 1e-6
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
-_VOCAB = 151_936
+VOCAB = 151_936
 
 Make = Callable[[], Callable[[], object]]
 
@@ -56,24 +54,20 @@ def cases(dtype: torch.dtype, device: torch.device, page_size: int) -> Iterator[
         for out_size, in_size in ((6144, 4096), (24576, 4096), (4096, 12288)):
             yield _linear(rows, out_size, in_size, dtype, device)
         yield _norm_gate_up(rows, 12288, 4096, dtype, device)
-    yield _confidence(2048, dtype, device)
-    for rows in (32, 2048):
-        yield _head_confidence(rows, 4096, dtype, device)
-    yield _draw(256, dtype, device)
 
 
 def _norms(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     def make(normalize: Callable[..., object]) -> Make:
         def inputs() -> Callable[[], object]:
-            x, weight = _random(rows, width, dtype, device), _random(1, width, dtype, device)[0]
+            x, weight = normal(rows, width, dtype, device), normal(1, width, dtype, device)[0]
             return lambda: normalize(x, weight, _EPS)
 
         return inputs
 
     def make_sum(normalize: Callable[..., object]) -> Make:
         def inputs() -> Callable[[], object]:
-            x, residual = (_random(rows, width, dtype, device) for _ in range(2))
-            weight = _random(1, width, dtype, device)[0]
+            x, residual = (normal(rows, width, dtype, device) for _ in range(2))
+            weight = normal(1, width, dtype, device)[0]
             return lambda: normalize(x, residual, weight, _EPS)
 
         return inputs
@@ -98,7 +92,7 @@ def _silu_mul(rows: int, width: int, dtype: torch.dtype, device: torch.device) -
 
     def make(gate: Callable[[torch.Tensor], object]) -> Make:
         def inputs() -> Callable[[], object]:
-            x = _random(rows, 2 * width, dtype, device)
+            x = normal(rows, 2 * width, dtype, device)
             return lambda: gate(x)
 
         return inputs
@@ -119,11 +113,11 @@ def _qk_rope_store(tokens: int, dtype: torch.dtype, device: torch.device, page_s
 
     def make(place: Callable[..., object]) -> Make:
         def inputs() -> Callable[[], object]:
-            qkv = _random(tokens, columns, dtype, device)
+            qkv = normal(tokens, columns, dtype, device)
             positions = torch.arange(tokens, device=device)
             frequencies = 1e-4 ** torch.linspace(0, 1, _HEAD_DIM // 2, device=device)
             angles = rotary_angles_ref(positions, frequencies, 1.0, dtype)
-            weight = _random(_HEADS + _KV_HEADS, _HEAD_DIM, dtype, device)
+            weight = normal(_HEADS + _KV_HEADS, _HEAD_DIM, dtype, device)
             pages = (num_pages, _KV_HEADS, page_size, _HEAD_DIM)
             k, v = (torch.zeros(pages, dtype=dtype, device=device).transpose(1, 2) for _ in "kv")
             return lambda: place(
@@ -172,8 +166,8 @@ def eager_qk_rope_store(
 def _embedding(tokens: int, width: int, dtype: torch.dtype, device: torch.device) -> Case:
     def make(gather: Callable[..., object]) -> Make:
         def inputs() -> Callable[[], object]:
-            weight = _random(_VOCAB, width, dtype, device)
-            ids = torch.randint(_VOCAB, (tokens,), device=device)
+            weight = normal(VOCAB, width, dtype, device)
+            ids = torch.randint(VOCAB, (tokens,), device=device)
             places = torch.randperm(tokens, device=device)
             return lambda: gather(ids, places, weight)
 
@@ -193,8 +187,8 @@ def _linear(
 ) -> Case:
     def make(multiply: Callable[..., object]) -> Make:
         def inputs() -> Callable[[], object]:
-            x = _random(rows, in_size, dtype, device)
-            weight = _random(out_size, in_size, dtype, device)
+            x = normal(rows, in_size, dtype, device)
+            weight = normal(out_size, in_size, dtype, device)
             return lambda: multiply(x, weight)
 
         return inputs
@@ -223,8 +217,8 @@ def _norm_gate_up(
 
     def make(compute: Callable[..., object]) -> Make:
         def inputs() -> Callable[[], object]:
-            x, norm = _random(rows, in_size, dtype, device), _random(1, in_size, dtype, device)[0]
-            weight = _random(2 * width, in_size, dtype, device)
+            x, norm = normal(rows, in_size, dtype, device), normal(1, in_size, dtype, device)[0]
+            weight = normal(2 * width, in_size, dtype, device)
             return lambda: compute(x, weight, norm)
 
         return inputs
@@ -238,63 +232,6 @@ def _norm_gate_up(
     )
 
 
-def _confidence(rows: int, dtype: torch.dtype, device: torch.device) -> Case:
-    def make(judge: Callable[[torch.Tensor], object]) -> Make:
-        def inputs() -> Callable[[], object]:
-            logits = _random(rows, _VOCAB, dtype, device)
-            return lambda: judge(logits)
-
-        return inputs
-
-    return Case(
-        name="confidence",
-        size=f"{rows} x {_VOCAB}",
-        moved=rows * _VOCAB * dtype.itemsize,
-        ours=make(confidence),
-        eager=make(confidence_ref),
-    )
-
-
-def _head_confidence(rows: int, size: int, dtype: torch.dtype, device: torch.device) -> Case:
-    def make(judge: Callable[[torch.Tensor, torch.Tensor], object]) -> Make:
-        def inputs() -> Callable[[], object]:
-            x, weight = (_random(count, size, dtype, device) for count in (rows, _VOCAB))
-            return lambda: judge(x, weight)
-
-        return inputs
-
-    return Case(
-        name="head_confidence",
-        size=f"{rows} rows, {size} to {_VOCAB}",
-        moved=(_VOCAB + rows) * size * dtype.itemsize,
-        flop=2 * rows * _VOCAB * size,
-        ours=make(head_confidence_triton),
-        eager=make(lambda x, weight: confidence_ref(functional.linear(x, weight))),
-    )
-
-
-def _draw(rows: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """One token a row at a temperature; eager is softmax and multinomial."""
-
-    def ours() -> Callable[[], object]:
-        logits, every = _random(rows, _VOCAB, dtype, device), torch.arange(rows, device=device)
-        heat = torch.full((rows,), 0.6, device=device)
-        streams = Streams(every, every, every, heat, every, 0)
-        return lambda: draw_tokens_triton(logits, streams, None)
-
-    def eager() -> Callable[[], object]:
-        logits = _random(rows, _VOCAB, dtype, device)
-        return lambda: (logits.float() / 0.6).softmax(dim=-1).multinomial(1)
-
-    return Case(
-        name="draw_tokens",
-        size=f"{rows} x {_VOCAB}",
-        moved=rows * _VOCAB * dtype.itemsize,
-        ours=ours,
-        eager=eager,
-        eager_capturable=False,
-    )
-
-
-def _random(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def normal(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Random numbers."""
     return torch.randn(rows, columns, dtype=dtype, device=device)

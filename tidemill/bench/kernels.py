@@ -50,7 +50,7 @@ def run(options: KernelsOptions) -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise Unsupported("tidemill bench kernels needs a CUDA device")
     from engine_service.kernels.jit import HAS_TRITON, INTERPRETED
-    from tidemill.bench import attention_cases, kernel_cases, mixture_cases
+    from tidemill.bench import attention_cases, choice_cases, kernel_cases, mixture_cases
 
     if not HAS_TRITON or INTERPRETED:
         raise Unsupported("tidemill bench kernels needs Triton, and TRITON_INTERPRET unset")
@@ -62,6 +62,7 @@ def run(options: KernelsOptions) -> dict[str, Any]:
         cases: Iterator[Case] = chain(
             kernel_cases.cases(dtype, device, options.page_size),
             attention_cases.cases(dtype, device, options.page_size),
+            choice_cases.cases(dtype, device),
             mixture_cases.cases(dtype, device),
         )
         for case in cases:
