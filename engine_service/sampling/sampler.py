@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from engine_service.kernels.candidates import Filters
 from engine_service.kernels.confidence import (
     PIECE,
     Confidence,
@@ -16,7 +17,7 @@ from engine_service.kernels.confidence import (
     confidence,
     confidence_of_pieces,
 )
-from engine_service.kernels.filters import Filters, draw_filtered_triton
+from engine_service.kernels.filters import draw_filtered_triton
 from engine_service.kernels.head_confidence import head_confidence_triton, head_pieces
 from engine_service.kernels.jit import runs_triton
 from engine_service.kernels.penalties import Penalties, Slots, adjusted_scores_triton

@@ -10,7 +10,8 @@ import torch
 
 from engine_service.kernels import filters as kernel
 from engine_service.kernels import sampling
-from engine_service.kernels.filters import Filters, draw_filtered_triton
+from engine_service.kernels.candidates import Filters
+from engine_service.kernels.filters import draw_filtered_triton
 from engine_service.kernels.sampling import draw_tokens_triton
 from engine_service.kernels.streams import Streams
 from engine_service.sampling.batch import DecideBatch

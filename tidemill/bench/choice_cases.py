@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import functional
 
+from engine_service.kernels.candidates import Filters
 from engine_service.kernels.confidence import confidence, confidence_ref
-from engine_service.kernels.filters import Filters, draw_filtered_triton
+from engine_service.kernels.filters import draw_filtered_triton
 from engine_service.kernels.head_confidence import head_confidence_triton
 from engine_service.kernels.sampling import draw_tokens_triton
 from engine_service.kernels.streams import Streams
