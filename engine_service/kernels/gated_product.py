@@ -27,8 +27,11 @@ from engine_service.kernels.waves import Block, count_waves, filled
 _LOG = logging.getLogger("tidemill.rank")
 
 _HOPPER = 9
-_LEAST_ROWS = 128
-"""Fewer are not tried: reading the weights is all, and a tile has as many rows."""
+_LEAST_ROWS = 24
+"""Of fewer the library is as fast."""
+_HALF, _FULL, _LEAST_OF_FULL = 64, 128, 96
+"""Rows of tiles; of no more rows reading the weights is most. With fewer than the last a tile of 128
+rows loses to the library."""
 MANY_ROWS = 512
 """Of more the device draws all the power there is, and its clock settles by what a tile needs."""
 _START_OUTPUTS, _LOW_START = 8, 29
@@ -79,7 +82,16 @@ three. Of long prompts they are a third slower: each wave reads most of the weig
 _LOW, _LEAST_LOW = GatedTile(64, 192, True, (2, 1)), 0.93
 """Twice as many of 128 rows, for outputs of which larger tiles leave a quarter of the device idle;
 and the share of it that these must fill."""
-TILES = (*_BELOW, *_TALL, _WIDE, *_BESIDE, _LOW)
+_THIN, _LEAST_THIN = (
+    (
+        GatedTile(64, 192, True, (1, 1)),
+        GatedTile(64, 96, True, (1, 1)),
+        GatedTile(64, 224, False, (1, 1)),
+    ),
+    0.85,
+)
+"""Of up to as many rows; and the share of the device that they must fill."""
+TILES = (*_BELOW, *_TALL, _WIDE, *_BESIDE, _LOW, *_THIN)
 
 
 def gated_product(
@@ -103,13 +115,17 @@ def gated_product(
 def choose_tile(num_rows: int, out_size: int, num_sms: int) -> GatedTile | None:
     """That which takes least, of those that leave little of the device idle; None: the library's
     product and a gate take no longer. Measured on H100s from 128 to 12,288 rows, those of many rows
-    each by itself until the clock had settled, and on an H200 at 128 (docs/performance.md)."""
+    each by itself until the clock had settled, and on an H200 up to 128 (docs/performance.md)."""
     if num_rows < _LEAST_ROWS:
         return None
     tiles: tuple[GatedTile, ...] = (*_TALL, *_BELOW)
     least = 0.8
-    if num_rows == _LEAST_ROWS:
-        tiles, least = (*_BESIDE, _LOW), 0.7  # reading the weights is most
+    if num_rows <= _HALF:
+        num_rows, tiles, least = _HALF, _THIN, _LEAST_THIN
+    elif num_rows < _LEAST_OF_FULL:
+        return None
+    elif num_rows <= _FULL:
+        num_rows, tiles, least = _FULL, (*_BESIDE, _LOW), 0.7
     elif num_rows <= MANY_ROWS:
         tiles = (*_BELOW, _WIDE, _BESIDE[0])
     judged = [(*_judge(tile, num_rows, out_size, num_sms), tile) for tile in tiles]
