@@ -81,9 +81,14 @@ class Wants:
     @property
     def is_plain(self) -> bool:
         """Greedy and temperature alone: every row is decided in one pass over its logits."""
+        return self.only_draws and not self.filters
+
+    @property
+    def only_draws(self) -> bool:
+        """Greedy, temperature, top-k, top-p and min-p alone: every row is decided by its logits as
+        they are and by numbers that stand in its line of the tables."""
         return not (
-            self.filters
-            or self.penalties
+            self.penalties
             or self.bias
             or self.suppress
             or self.mask

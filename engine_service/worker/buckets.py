@@ -5,7 +5,8 @@ Host half, like layout.py. It does not know graphs or the device, nor what fills
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from engine_service.core.step import FULL
@@ -35,7 +36,11 @@ every canvas, and one that is empty takes its time too."""
 PLAIN = Wants(
     sampling=True, filters=False, penalties=False, bias=False, suppress=False, max_logprobs=None
 )
-"""What a graph decides itself (`Wants.is_plain`). Others decide after it."""
+"""What a whole graph decides for (`Wants.is_plain`)."""
+FILTERED = replace(PLAIN, filters=True)
+"""What another one does: top-k, top-p and min-p of some rows, whichever those are. One graph for
+all rows would cost plain steps a launch that changes nothing and, where a piece of their logits is
+enough, the others. Whatever else rows want is decided behind a graph (`Wants.only_draws`)."""
 
 
 class Bucket(NamedTuple):
@@ -51,6 +56,29 @@ class Bucket(NamedTuple):
     """Spans are of canvases, whose tokens may stand in other slots than their positions."""
     aside: bool = False
     """They are canvases aside of the pages, all of them."""
+
+
+def captured_choices(
+    bucket: Bucket, *, logit_chunk: int, has_whole_head: bool
+) -> tuple[Wants, ...]:
+    """What the bucket has a whole graph for, one each; nothing where it decides nothing.
+
+    Filters look at all logits of a position: at most `logit_chunk` of them exist at once, and where
+    ranks share the head they would be gathered.
+    """
+    if not bucket.decided:
+        return ()
+    filters = has_whole_head and bucket.decided <= logit_chunk
+    return (PLAIN, FILTERED) if filters else (PLAIN,)
+
+
+def captured_choice(wants: Wants, choices: Collection[Wants]) -> Wants | None:
+    """The one of `choices` that decides all that the rows of a step want; None: they are decided
+    behind a graph."""
+    if not wants.only_draws:
+        return None
+    own = FILTERED if wants.filters else PLAIN
+    return own if own in choices else None
 
 
 def row_sizes(max_rows: int) -> list[int]:

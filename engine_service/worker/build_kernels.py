@@ -26,7 +26,7 @@ from engine_service.resolve import ResolvedConfig
 from engine_service.sampling.batch import Wants
 from engine_service.staging import stage as put
 from engine_service.worker.batch import bind_batch, columns_of
-from engine_service.worker.buckets import PLAIN
+from engine_service.worker.buckets import FILTERED, PLAIN
 from engine_service.worker.layout import lay_out
 from engine_service.worker.program import StepProgram
 
@@ -80,13 +80,13 @@ def typical_steps(resolved: ResolvedConfig, traits: ModelTraits, row: int) -> It
 def kinds_of_choice() -> Iterator[Wants]:
     """What rows want, each by itself, and everything at once."""
     yield PLAIN
-    yield replace(PLAIN, filters=True)
-    yield replace(PLAIN, filters=True, max_top_k=_FEW_TOP_K)
+    yield FILTERED
+    yield replace(FILTERED, max_top_k=_FEW_TOP_K)
     yield replace(PLAIN, penalties=True)
     yield replace(PLAIN, bias=True)
     yield replace(PLAIN, suppress=True)
     yield replace(PLAIN, max_logprobs=0)
-    everything = replace(PLAIN, filters=True, penalties=True, bias=True, suppress=True)
+    everything = replace(FILTERED, penalties=True, bias=True, suppress=True)
     yield replace(everything, max_logprobs=1)
 
 

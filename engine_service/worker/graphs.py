@@ -12,18 +12,21 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from engine_service.core.step import Span
 from engine_service.launching import launch_bound
-from engine_service.sampling.batch import DecideResult
+from engine_service.sampling.batch import DecideResult, Wants
 from engine_service.staging import Arena
 from engine_service.worker.batch import DecidePart, bind_batch, columns_of
 from engine_service.worker.buckets import (
     PLAIN,
     Bucket,
+    captured_choice,
+    captured_choices,
     find_bucket,
     find_forward_bucket,
 )
@@ -43,12 +46,20 @@ head over the open ones alone. Open ones are counted by as many: fewer final one
 Launching it takes the host half a millisecond, while the device computes what is ahead of it."""
 
 
+class _Whole(NamedTuple):
+    """A graph with its own decision."""
+
+    graph: torch.cuda.CUDAGraph
+    result: DecideResult
+    """What every replay overwrites."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
-    """A bucket's graphs: with its own decision, and up to the states that it is made from."""
+    """A bucket's graphs: with a decision of their own, and up to the states any is made from."""
 
-    whole: torch.cuda.CUDAGraph
-    result: DecideResult
+    wholes: dict[Wants, _Whole]
+    """By what their rows may want."""
     to_states: torch.cuda.CUDAGraph
     states: States
     part: DecidePart
@@ -91,14 +102,15 @@ class StepGraphs:
             if method is None:
                 self._forwards[bucket] = self._capture_forward(template)
             else:
-                self._captured[bucket, method] = self._capture(template)
+                self._captured[bucket, method] = self._capture(template, self._choices(bucket))
         torch.cuda.synchronize(device)
 
     def close(self) -> None:
         """Gives up all graphs: whoever communicates in one cannot take leave before."""
         torch.cuda.synchronize(self._hidden.device)
         for captured in self._captured.values():
-            captured.whole.reset()
+            for whole in captured.wholes.values():
+                whole.graph.reset()
             captured.to_states.reset()
         for forward in self._forwards.values():
             forward.reset()
@@ -113,16 +125,17 @@ class StepGraphs:
         if bucket is None:
             return None
         (wanted,) = layout.decides
-        is_plain = wanted.wants.is_plain
-        if not is_plain and bucket.decided > self._logit_chunk:
+        if not wanted.wants.is_plain and bucket.decided > self._logit_chunk:
             return None
         num_final = len(wanted.positions) - wanted.num_open
         captured = self._captured[bucket, wanted.method]
         padded = pad(layout, bucket, self._program.tables)
         self._arena.put(columns_of(padded))
-        if is_plain and num_final < _MANY_FINAL:
-            captured.whole.replay()
-            return captured.result
+        choice = captured_choice(wanted.wants, captured.wholes)
+        if choice is not None and num_final < _MANY_FINAL:
+            whole = captured.wholes[choice]
+            whole.graph.replay()
+            return whole.result
         captured.to_states.replay()
         part = replace(captured.part, layout=padded.decides[0])
         return self._program.decide(part, self._program.logits_of(captured.states))
@@ -149,6 +162,11 @@ class StepGraphs:
     def _find_forward(self, layout: StepLayout) -> Bucket | None:
         return find_forward_bucket(layout, self._buckets, self._most_launched)
 
+    def _choices(self, bucket: Bucket) -> tuple[Wants, ...]:
+        """What its whole graphs decide for."""
+        is_whole = self._program.model.vocab_share is None
+        return captured_choices(bucket, logit_chunk=self._logit_chunk, has_whole_head=is_whole)
+
     def _template(self, bucket: Bucket, method: int | None) -> StepLayout:
         """A step of padding alone; None: that decides nothing."""
         tables = self._program.tables
@@ -162,7 +180,7 @@ class StepGraphs:
         return pad(replace(layout, decides=(part,)), bucket, tables)
 
     @torch.inference_mode()
-    def _capture(self, template: StepLayout) -> _Captured:
+    def _capture(self, template: StepLayout, choices: Sequence[Wants]) -> _Captured:
         columns = columns_of(template)
         self._arena.put(columns)
         program, windows = self._program, self._arena.windows(columns)
@@ -172,17 +190,18 @@ class StepGraphs:
             (part,) = batch.decides
             return part, program.states(batch)
 
-        def decided() -> DecideResult:
+        def decided(choice: Wants) -> DecideResult:
             part, states = forward()
+            part = replace(part, layout=replace(part.layout, wants=choice))
             return program.decide(part, program.logits(part, states))
 
         def to_states() -> tuple[DecidePart, States]:
             part, states = forward()
             return part, states.at(part.queries, out=self._states)
 
-        whole, result = self._record(decided)
+        wholes = {choice: _Whole(*self._record(partial(decided, choice))) for choice in choices}
         short, (part, states) = self._record(to_states)
-        return _Captured(whole=whole, result=result, to_states=short, states=states, part=part)
+        return _Captured(wholes=wholes, to_states=short, states=states, part=part)
 
     @torch.inference_mode()
     def _capture_forward(self, template: StepLayout) -> torch.cuda.CUDAGraph:

@@ -25,7 +25,7 @@ from engine_service.sampling.sampler import choose, choose_with_confidence, toke
 from engine_service.stages import WHOLE, Stage
 from engine_service.staging import stage as put
 from engine_service.worker.batch import DecidePart, bind_batch, columns_of
-from engine_service.worker.buckets import PLAIN, Bucket
+from engine_service.worker.buckets import FILTERED, PLAIN, Bucket, captured_choices
 from engine_service.worker.kv_pool import KVRoom
 from engine_service.worker.layout import lay_out
 from engine_service.worker.program import StepProgram
@@ -82,7 +82,7 @@ def find_room(
     if buckets:
         tokens = max(bucket.tokens for bucket in buckets)
         peak += peak_of(whole_prompts(tokens, resolved, model.traits), 1)
-        peak += _graph_bytes(buckets, model, backend.shape.dtype)
+        peak += _graph_bytes(buckets, model, backend.shape.dtype, resolved.logit_chunk)
     hidden = resolved.token_budget * model.traits.hidden_size * backend.shape.dtype.itemsize
     peak += stage.num_waiting * hidden
     torch.cuda.empty_cache()
@@ -96,15 +96,23 @@ def decides_in_pieces(model: CausalModel) -> bool:
     return model.traits.mask_token_id is not None and model.has_head_factors
 
 
-def _graph_bytes(buckets: Sequence[Bucket], model: CausalModel, dtype: torch.dtype) -> int:
-    """What graphs keep beside activations: logits in their pool, or no more than a decision in
-    pieces takes; hidden states behind it; and the graphs themselves (two a bucket that decides)."""
+def _graph_bytes(
+    buckets: Sequence[Bucket], model: CausalModel, dtype: torch.dtype, logit_chunk: int
+) -> int:
+    """What graphs keep beside activations: logits in their pool, of plain rows no more than a
+    decision in pieces takes; hidden states behind it; and the graphs themselves (up to the states,
+    and one for each of `captured_choices`)."""
     traits, decided = model.traits, max(bucket.decided for bucket in buckets)
     hidden = max(bucket.decided or bucket.tokens for bucket in buckets)
-    width = 0 if decides_in_pieces(model) else traits.vocab_size
-    num_graphs = sum(2 if bucket.decided else 1 for bucket in buckets)
+    has_whole_head, in_pieces = model.vocab_share is None, decides_in_pieces(model)
+    num_graphs, logits = 0, 0
+    for bucket in buckets:
+        choices = captured_choices(bucket, logit_chunk=logit_chunk, has_whole_head=has_whole_head)
+        num_graphs += 1 + len(choices)
+        if FILTERED in choices or not in_pieces:
+            logits = max(logits, bucket.decided)
     ends = decided * traits.num_heads * traits.head_dim if model.finishes_rows else 0
-    numbers = decided * width + hidden * traits.hidden_size + ends
+    numbers = logits * traits.vocab_size + hidden * traits.hidden_size + ends
     return numbers * dtype.itemsize + num_graphs * _BYTES_PER_GRAPH
 
 

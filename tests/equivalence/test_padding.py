@@ -22,12 +22,14 @@ import torch
 from engine_service.attention.base import AttentionBackend
 from engine_service.kernels.jit import HAS_TRITON, INTERPRETED
 from engine_service.launching import LAUNCH_BOUND
-from engine_service.sampling.batch import DecideResult
+from engine_service.sampling.batch import DecideResult, Wants
 from engine_service.staging import stage
 from engine_service.worker.batch import bind_batch, columns_of
 from engine_service.worker.buckets import (
+    FILTERED,
     PLAIN,
     Bucket,
+    captured_choice,
     find_bucket,
     find_forward_bucket,
     list_buckets,
@@ -102,6 +104,8 @@ class PaddedSteps:
     def __init__(self, program: StepProgram, buckets: list[Bucket], spoil: Spoil | None) -> None:
         self.ran: list[Bucket] = []
         """The bucket of every step that found one."""
+        self.choices: list[Wants | None] = []
+        """What those that decide decide for, as graphs of their own would; None: behind one."""
         self._program, self._buckets, self._spoil = program, buckets, spoil
         program.tables.pages.tells_late = True  # as those of a GPU, which alone has graphs
 
@@ -113,8 +117,10 @@ class PaddedSteps:
         program = self._program
         padded = pad(layout, bucket, program.tables)
         (part,) = padded.decides
-        if part.wants.is_plain:
-            padded = replace(padded, decides=(replace(part, wants=PLAIN),))
+        choice = captured_choice(part.wants, (PLAIN, FILTERED))
+        self.choices.append(choice)
+        if choice is not None:
+            padded = replace(padded, decides=(replace(part, wants=choice),))
         if self._spoil is not None:
             padded = self._spoil(padded, layout)
         staged = stage(columns_of(padded), program.tables.device)
@@ -191,9 +197,20 @@ def tokens(llm: LLM, seed: int, *, count: int, kinds: list[dict]) -> list[list[i
 
 GREEDY = [{"temperature": 0.0}]
 MIXED = [{"temperature": 0.0}, {"temperature": 5.0}, {"temperature": 5.0, "top_k": 20}]
+FILTERS = [
+    {"temperature": 5.0, "top_k": 3},
+    {"temperature": 5.0, "top_p": 0.2},
+    {"temperature": 5.0, "min_p": 0.5},
+    {"temperature": 5.0, "top_k": 40, "top_p": 0.5, "min_p": 0.1},
+]
+"""Each drops most of what would be drawn."""
+BEYOND = [{"temperature": 5.0, "top_k": 3, "presence_penalty": 1.0}]
+"""What no graph decides."""
 
 
-@pytest.mark.parametrize("kinds", [GREEDY, MIXED], ids=["greedy", "mixed"])
+@pytest.mark.parametrize(
+    "kinds", [GREEDY, MIXED, FILTERS, BEYOND], ids=["greedy", "mixed", "filters", "beyond"]
+)
 def test_decoding_rows(folders: dict[str, Path], kinds: list[dict], seed: int) -> None:
     """One query a row; prompts are ragged and run unpadded, as this library does not capture."""
     want = tokens(make_llm(folders["causal"], "sdpa"), seed, count=20, kinds=kinds)
@@ -202,6 +219,27 @@ def test_decoding_rows(folders: dict[str, Path], kinds: list[dict], seed: int) -
     steps._buckets = [bucket for bucket in steps._buckets if bucket.longest == 1]
     assert tokens(llm, seed, count=20, kinds=kinds) == want
     assert {bucket.rows for bucket in steps.ran} >= {1, ROWS}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "choices"),
+    [
+        (GREEDY, {PLAIN}),
+        (FILTERS, {FILTERED}),
+        ([*GREEDY, *FILTERS[:1]], {FILTERED}),
+        (BEYOND, {None}),
+    ],
+    ids=["greedy", "filters", "both", "beyond"],
+)
+def test_which_graph_decides(
+    folders: dict[str, Path], kinds: list[dict], choices: set[Wants | None]
+) -> None:
+    """One filtered row takes the plain ones of its step with it."""
+    llm = make_llm(folders["causal"], "sdpa")
+    steps = pad_steps(llm, block=1)
+    steps._buckets = [bucket for bucket in steps._buckets if bucket.longest == 1]
+    tokens(llm, FIXED, count=6, kinds=kinds)
+    assert set(steps.choices) == choices
 
 
 @interpreted
@@ -283,6 +321,22 @@ def without_late_pages(padded: StepLayout, real: StepLayout) -> StepLayout:
     """The device does not learn what rows have got since they came."""
     assert padded.late is not None
     return replace(padded, late=padded.late._replace(entries=np.full_like(padded.late.entries, -1)))
+
+
+def without_filters(padded: StepLayout, real: StepLayout) -> StepLayout:
+    """By the graph of rows that have none."""
+    (part,) = padded.decides
+    return replace(padded, decides=(replace(part, wants=PLAIN),))
+
+
+@pytest.mark.parametrize("kind", FILTERS, ids=str)
+def test_control_filtered_rows_by_the_graph_of_plain_ones(
+    folders: dict[str, Path], kind: dict
+) -> None:
+    want = tokens(make_llm(folders["causal"], "sdpa"), FIXED, count=20, kinds=[kind])
+    llm = make_llm(folders["causal"], "sdpa")
+    pad_steps(llm, block=1, spoil=without_filters)._buckets = [Bucket(8, 8, 1, 8)]
+    assert tokens(llm, FIXED, count=20, kinds=[kind]) != want
 
 
 @pytest.mark.parametrize("spoil", [into_a_real_page, into_a_real_row, without_late_pages])

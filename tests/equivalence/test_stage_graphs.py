@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine_service import staging
 from engine_service.core.step import Span
 from engine_service.distributed import Group
 from engine_service.stages import Stage
@@ -24,6 +23,7 @@ from engine_service.worker.graphs import StepGraphs
 from engine_service.worker.layout import StepLayout, lay_out
 from engine_service.worker.program import StepProgram
 from engine_service.worker.weights import load_model
+from tests.equivalence.replays import replay_on_a_cpu
 from tests.equivalence.test_padding import (
     BLOCK,
     MIXED,
@@ -66,20 +66,7 @@ class Queue:
 
 @pytest.fixture(autouse=True)
 def replays_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def record(self: StepGraphs, work: Any) -> Any:
-        made = work()
-        return SimpleNamespace(replay=torch.inference_mode()(work), reset=lambda: None), made
-
-    def packed(arrays: Any) -> torch.Tensor:
-        buffer = torch.zeros(staging.Arena.size_of(arrays), dtype=torch.uint8)
-        for window, array in zip(staging._windows(buffer, arrays), arrays, strict=True):
-            window.copy_(torch.from_numpy(array))
-        return buffer
-
-    monkeypatch.setattr(StepGraphs, "_record", record)
-    monkeypatch.setattr(staging, "_packed", packed)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    replay_on_a_cpu(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,9 @@ import torch
 
 from engine_service.sampling import sampler
 from engine_service.worker import graphs
-from engine_service.worker.buckets import MAX_TOKENS
+from engine_service.worker.buckets import FILTERED, MAX_TOKENS, PLAIN
 from engine_service.worker.layout import StepLayout
+from tests.equivalence.replays import filter_as_plain, watch_choices
 from tests.sampling_batches import choosing_all
 from tidemill.llm import LLM
 from tidemill.sampling_params import SamplingParams, StructuredOutputsParams
@@ -57,15 +58,37 @@ def requests(model: str, seed: int, count: int) -> tuple[list[list[int]], list[S
     return prompts, params
 
 
+FILTERS: list[dict[str, Any]] = [
+    {"temperature": 2.0, "top_k": 3},
+    {"temperature": 2.0, "top_p": 0.3},
+    {"temperature": 2.0, "min_p": 0.4},
+    {"temperature": 2.0, "top_k": 9, "top_p": 0.5, "min_p": 0.1},
+    {"temperature": 0.0},
+]
+"""They drop most of what would be drawn, beside rows that have none."""
+
+
 def run(
     model: str, prompts, params, *, overlaps: bool = True, foreseen_tokens: int = 2048, **config
 ) -> list[list[int]]:
-    config = {"max_model_len": 256, **config}
-    llm = LLM(model, device="cuda", memory_fraction=0.2, **config)
+    llm = open_llm(model, **config)
     assert llm._loop._depth == 1
     llm._loop._depth = int(overlaps)
     planner = llm._loop._scheduler.planner
     planner._limits = replace(planner._limits, foreseen_tokens=foreseen_tokens)
+    return answer(llm, prompts, params)
+
+
+def open_llm(model: str, **config) -> LLM:
+    return LLM(model, device="cuda", memory_fraction=0.2, **{"max_model_len": 256, **config})
+
+
+def graphs_of(llm: Any) -> graphs.StepGraphs:
+    made: graphs.StepGraphs = llm.engine.executor._runner._graphs
+    return made
+
+
+def answer(llm: LLM, prompts, params) -> list[list[int]]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
 
@@ -78,6 +101,36 @@ def test_graphs_on_equals_graphs_off(model: str, max_rows: int, seed: int) -> No
     captured = run(model, prompts, params, **config)
     launched = run(model, prompts, params, enforce_eager=True, **config)
     assert captured == launched
+
+
+@pytest.mark.parametrize("model", ["demo", "demo-block"])
+def test_filtered_rows_are_decided_inside_of_graphs(model: str, seed: int) -> None:
+    """Beside plain ones; of two blocks, so few positions are final that all are decided."""
+    prompts, _ = requests(model, seed, 20)
+    params = [
+        SamplingParams(max_tokens=30, seed=n, ignore_eos=True, **FILTERS[n % len(FILTERS)])
+        for n in range(len(prompts))
+    ]
+    config = {"dtype": "float32", "max_rows": 2, "prefix_caching": False}
+    llm = open_llm(model, **config)
+    replayed = watch_choices(graphs_of(llm))
+    captured = answer(llm, prompts, params)
+    assert replayed.count(FILTERED) > 5
+    assert set(replayed) <= {FILTERED, PLAIN}, "no decision is launched behind a graph"
+    assert captured == run(model, prompts, params, enforce_eager=True, **config)
+    filter_as_plain(graphs_of(llm))
+    assert answer(llm, prompts, params) != captured, "the control"
+
+
+def test_what_graphs_do_not_know_is_decided_behind_them(seed: int) -> None:
+    """The control of what is watched."""
+    prompts, _ = requests("demo", seed, 4)
+    kind = {**FILTERS[0], "presence_penalty": 0.5}
+    params = [SamplingParams(max_tokens=30, seed=n, ignore_eos=True, **kind) for n in range(4)]
+    llm = open_llm("demo", dtype="float32", max_rows=2)
+    replayed = watch_choices(graphs_of(llm))
+    answer(llm, prompts, params)
+    assert set(replayed) == {None}
 
 
 @pytest.mark.parametrize("model", ["demo", "demo-block"])

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,11 @@ from engine_service.core.strategy import KeyChoice
 from engine_service.launching import LAUNCH_BOUND, launch_bound
 from engine_service.worker.aside import AsideLayout, lay_out_aside
 from engine_service.worker.buckets import (
+    FILTERED,
+    PLAIN,
     Bucket,
+    captured_choice,
+    captured_choices,
     find_bucket,
     find_forward_bucket,
     list_buckets,
@@ -241,14 +246,31 @@ def test_the_budget_of_logits_bounds_the_buckets():
 
 
 @pytest.mark.parametrize(
-    "what", ["filters", "penalties", "bias", "suppress", "mask", "holds_ends", "max_logprobs"]
+    "what", ["penalties", "bias", "suppress", "mask", "holds_ends", "max_logprobs"]
 )
-def test_only_plain_rows_are_decided_inside_a_graph(what):
-    tables = make_tables()
+def test_only_plain_and_filtered_rows_are_decided_inside_a_graph(what):
+    tables, both = make_tables(), (PLAIN, FILTERED)
     wants = laid_out([decoding(0, 3)], tables).decides[0].wants
+    filtered = replace(wants, sampling=True, filters=True, max_top_k=5)
     assert wants.is_plain
     assert replace(wants, sampling=True).is_plain
-    assert not replace(wants, **{what: 3 if what == "max_logprobs" else True}).is_plain
+    assert not filtered.is_plain
+    assert captured_choice(wants, both) == PLAIN
+    assert captured_choice(filtered, both) == FILTERED
+    assert captured_choice(wants, (PLAIN,)) == PLAIN
+    assert captured_choice(filtered, (PLAIN,)) is None, "nor by the graph of plain ones"
+    for one in (wants, filtered):
+        other = replace(one, **{what: 3 if what == "max_logprobs" else True})
+        assert not other.is_plain
+        assert captured_choice(other, both) is None
+
+
+def test_filtered_rows_have_a_graph_where_all_logits_exist_at_once():
+    few, many = Bucket(4, 4, 1, 4), Bucket(8, 8, 1, 8)
+    whole, shared = (partial(captured_choices, logit_chunk=4, has_whole_head=one) for one in (1, 0))
+    assert whole(few) == (PLAIN, FILTERED)
+    assert whole(many) == shared(few) == (PLAIN,)
+    assert whole(few._replace(decided=0)) == ()
 
 
 def test_plain_rows_share_a_decision_where_logits_come_in_pieces():

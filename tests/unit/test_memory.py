@@ -10,8 +10,15 @@ from engine_service.attention.select import create_backend
 from engine_service.config import EngineConfig
 from engine_service.core.step import granularity
 from engine_service.resolve import resolve
+from engine_service.worker.buckets import Bucket
 from engine_service.worker.checkpoint import fetch_checkpoint
-from engine_service.worker.memory import full_rows, rehearse, whole_prompts
+from engine_service.worker.memory import (
+    _BYTES_PER_GRAPH,
+    _graph_bytes,
+    full_rows,
+    rehearse,
+    whole_prompts,
+)
 from engine_service.worker.weights import load_model, read_traits
 
 CPU = torch.device("cpu")
@@ -58,3 +65,23 @@ def test_steps_of_the_smallest_engines_are_steps(
         assert 0 <= span.start < span.stop <= width, span
         assert span.start <= span.decide_start - shift < span.stop, span
         assert span.decide_stop <= width, span
+
+
+@pytest.mark.parametrize(
+    ("mask", "share", "graphs", "logits"),
+    [
+        (None, None, 1 + 3 + 3, 64),  # causal: whole logits in any case
+        (None, (0, 500), 1 + 2 + 2, 64),
+        (7, None, 1 + 3 + 2, 32),  # reveals: plain rows in pieces, filtered ones up to the chunk
+        (7, (0, 500), 1 + 2 + 2, 0),
+    ],
+)
+def test_what_graphs_keep(
+    mask: int | None, share: tuple[int, int] | None, graphs: int, logits: int
+) -> None:
+    chunk = 64 if mask is None else 40
+    traits = Facts(mask_token_id=mask, vocab_size=1000, hidden_size=16)
+    model = Facts(traits=traits, vocab_share=share, has_head_factors=True, finishes_rows=False)
+    buckets = [Bucket(1, 96, 96, 0), Bucket(1, 32, 32, 32), Bucket(2, 64, 32, 64)]
+    got = _graph_bytes(buckets, model, torch.bfloat16, chunk)  # type: ignore[arg-type]
+    assert got == 2 * (logits * 1000 + 96 * 16) + graphs * _BYTES_PER_GRAPH
