@@ -2,7 +2,7 @@
 
     python -m benchmarks.compare OURS.json ... [--peer PEER.json ...]
 
-A set is matched by shape, number of GPUs, name, number format and temperature. Where ours were
+A set is matched by shape, number of GPUs, name, number format and sampling. Where ours were
 measured on one GPU and on several, how much faster several are stands beside them. It measures
 nothing.
 """
@@ -24,7 +24,7 @@ class Key(NamedTuple):
     gpus: int
     set: str
     dtype: str | None
-    temperature: float | None
+    sampling: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = {str(one.get("gpu")) for one in (*ours, *peers)}
     if len(gpus) > 1:
         print(f"measured on different devices: {', '.join(sorted(gpus))}", file=sys.stderr)
-    settings = {f"{one.get('dtype')} at {one.get('temperature')}" for one in (*ours, *peers)}
+    settings = {f"{one.get('dtype')} at {_sampling(one)}" for one in (*ours, *peers)}
     if len(settings) > 1:
         print(
-            "measured with different dtypes or temperatures, of which only the same are compared: "
+            "measured with different dtypes or sampling, of which only the same are compared: "
             + ", ".join(sorted(settings)),
             file=sys.stderr,
         )
@@ -56,10 +56,17 @@ def _read(files: Iterable[Path]) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) | {"file": str(file)} for file in files]
 
 
+def _sampling(result: dict[str, Any]) -> str:
+    """The temperature, and the filters that are on."""
+    off = {"top_k": 0, "top_p": 1.0}
+    filters = [f"{name} {result[name]}" for name in off if result.get(name, off[name]) != off[name]]
+    return ", ".join((str(result.get("temperature")), *filters))
+
+
 def _rows(results: Iterable[dict[str, Any]]) -> Iterator[tuple[Key, dict[str, Any]]]:
     for result in results:
         name = str(result.get("shape") or result.get("model"))
-        settings = result.get("dtype"), result.get("temperature")
+        settings = result.get("dtype"), _sampling(result)
         for row in result["sets"]:
             yield Key(name, result.get("gpus", 1), row["set"], *settings), row
 

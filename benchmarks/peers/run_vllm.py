@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=1, help="tensor parallelism")
     parser.add_argument("--repeats", type=int, default=2, help="timed runs; the best counts")
     parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--memory-fraction", type=float, default=0.85)
     said = parser.parse_args(argv)
     # Nothing may be fetched or reported from a machine that is being measured.
@@ -77,6 +79,8 @@ def _measure_all(said: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "gpus": said.gpus,
         "dtype": "bfloat16",
         "temperature": said.temperature,
+        "top_k": said.top_k,
+        "top_p": said.top_p,
         "start_s": round(start_s, 2),
         "sets": [_measure(said, llm, requests) for requests in said.sets],
     }
@@ -85,7 +89,7 @@ def _measure_all(said: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def _measure(said: argparse.Namespace, llm: Any, requests: RequestSet) -> dict[str, Any]:
     seconds = []
     for repeat in range(1, said.repeats + 1):
-        seconds.append(_time(llm, requests, said.temperature))
+        seconds.append(_time(llm, requests, said))
         line = f"{requests.name}: run {repeat}/{said.repeats} {seconds[-1]:.3f} s"
         print(line, file=sys.stderr, flush=True)
     best, tokens_in, tokens_out = min(seconds), requests.prompt_tokens, requests.output_tokens
@@ -102,13 +106,18 @@ def _measure(said: argparse.Namespace, llm: Any, requests: RequestSet) -> dict[s
     }
 
 
-def _time(llm: Any, requests: RequestSet, temperature: float) -> float:
+def _time(llm: Any, requests: RequestSet, said: argparse.Namespace) -> float:
     """Seconds of one run. Raises RuntimeError unless every request got all of its tokens."""
     from vllm import SamplingParams
 
     params = [
         SamplingParams(
-            temperature=temperature, ignore_eos=True, max_tokens=length, detokenize=False
+            temperature=said.temperature,
+            top_k=said.top_k,
+            top_p=said.top_p,
+            ignore_eos=True,
+            max_tokens=length,
+            detokenize=False,
         )
         for length in requests.output_lens
     ]

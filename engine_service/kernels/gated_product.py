@@ -30,8 +30,8 @@ _HOPPER = 9
 _LEAST_ROWS = 24
 """Of fewer the library is as fast."""
 _HALF, _FULL, _LEAST_OF_FULL = 64, 128, 96
-"""Rows of tiles; of no more rows reading the weights is most. With fewer than the last a tile of 128
-rows loses to the library."""
+"""Rows of tiles; of no more rows reading the weights is most. With fewer than the last a tile of
+128 rows loses to the library."""
 MANY_ROWS = 512
 """Of more the device draws all the power there is, and its clock settles by what a tile needs."""
 _START_OUTPUTS, _LOW_START = 8, 29

@@ -53,7 +53,9 @@ def test_rows_of_other_sizes_do_not_meet(
     assert "different devices: another card, card" in said.err
 
 
-@pytest.mark.parametrize(("name", "value"), [("dtype", "float8"), ("temperature", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("dtype", "float8"), ("temperature", 0.0), ("top_k", 1), ("top_p", 0.95)]
+)
 def test_rows_of_other_settings_do_not_meet(
     name: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,7 +67,7 @@ def test_rows_of_other_settings_do_not_meet(
     said = capsys.readouterr()
     assert "efficiency" not in said.out
     assert said.out.splitlines()[2].endswith("| - | - |")
-    assert "different dtypes or temperatures" in said.err
+    assert "different dtypes or sampling" in said.err
     assert "bfloat16 at 0.6" in said.err
     assert compare.main([one, "--peer", result(tmp_path / "d.json", {"one": 5.0}, **ours)]) == 0
     said = capsys.readouterr()

@@ -17,8 +17,10 @@ class Bounds(NamedTuple):
 
 
 OneOrMore = Annotated[int, Bounds(least=1)]
+Whole = Annotated[int, Bounds(least=0)]
 ZeroOrMore = Annotated[float, Bounds(least=0)]
 AboveZero = Annotated[float, Bounds(above=0)]
+Part = Annotated[float, Bounds(above=0, most=1)]
 Share = Annotated[float, Bounds(least=0, most=1)]
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from engine_service.config import EngineConfig
 from tidemill.bench import beside_transformers
-from tidemill.bench.bounds import OneOrMore, ZeroOrMore
+from tidemill.bench.bounds import OneOrMore, Part, Whole, ZeroOrMore
 from tidemill.bench.early import kept_if_ended
 from tidemill.bench.engines import OpenEngine, open_engine
 from tidemill.bench.others import FOR_EQUALS, refuse_given
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _REPEATS = 2
 _OF_EQUALS = ("requests", "input_len", "output_len", "threads", "against")
-_OF_SETS = ("temperature",)
+_OF_SETS = ("temperature", "top_k", "top_p")
 """Flags of one kind of run alone: equal requests are greedy, as transformers' are beside them."""
 _SAMPLE_EVERY = 16
 """Steps between two looks at the pages: every step would cost 1 % of a small model's step."""
@@ -47,6 +47,10 @@ class ThroughputOptions:
     llada-8b, llada2-mini, ling-mini, or a config.json."""
     temperature: ZeroOrMore = 0.6
     """Temperature of the sets."""
+    top_k: Whole = 0
+    """Top-k of the sets; 0 keeps all ids."""
+    top_p: Part = 1.0
+    """Top-p of the sets; 1 keeps all ids."""
     repeats: OneOrMore | None = None
     """Timed runs: the best of 2 counts for sets, the median of 5 otherwise."""
     requests: OneOrMore = 32
@@ -99,6 +103,8 @@ def _run_sets(
     rows: list[dict[str, Any]] = []
     found = engine.figures() | {
         "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
         "ceilings": ceilings_as_figures(ceilings),
         "sets": rows,
     }
@@ -115,7 +121,13 @@ def _measure(options: ThroughputOptions, llm: LLM, requests: RequestSet) -> dict
     from tidemill.sampling_params import SamplingParams
 
     params = [
-        SamplingParams(temperature=options.temperature, max_tokens=length, ignore_eos=True)
+        SamplingParams(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            max_tokens=length,
+            ignore_eos=True,
+        )
         for length in requests.output_lens
     ]
     repeats = options.repeats or _REPEATS
