@@ -138,7 +138,7 @@ def test_pages_of_a_cpu_are_zeros_that_take_no_memory_before_they_are_written(na
     pool = KVPool(create_backend(name, SHAPE), 2, 128 << 10, torch.device("cpu"))
     size = pool.k.nbytes + pool.v.nbytes
     assert size > 256 << 20
-    assert resident_bytes(pool.k) + resident_bytes(pool.v) < size / 64
+    assert resident_bytes(pool.k) + resident_bytes(pool.v) == 0
     assert not pool.k[:, -3:].any()
     pool.v[1] = 1.0  # the control
     assert resident_bytes(pool.v) >= pool.v[1].nbytes
