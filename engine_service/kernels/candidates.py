@@ -108,7 +108,7 @@ def _draw_among_best(
     place = tl.arange(0, LEADERS)
     leader = tl.load(leader_ptr + place, mask=place < num_leaders, other=float("-inf"))
     top = tl.max(leader, axis=0)
-    low = tl.full([], -2139095040, tl.int64)
+    low = tl.full([], -2139095040, tl.int64)  # the lowest finite number
     reach = tl.sum((leader >= number(low)).to(tl.int32), axis=0)
     # The k best of a language model's scores lie not far below the first.
     low, _, reach = _narrow(

@@ -119,7 +119,7 @@ def test_free_ram_is_plausible():
 
 
 def resident_bytes(pages: torch.Tensor) -> int:
-    """Bytes of ``pages`` that have memory behind them, by the kernel's own page table.
+    """Bytes of `pages` that have memory behind them, by the kernel's own page table.
 
     The process's resident size would count what other threads take meanwhile. An entry has eight
     bytes; its highest bit says that the page is present (proc_pid_pagemap(5)).
