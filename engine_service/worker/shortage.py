@@ -5,6 +5,8 @@ It does not know what was computed; whoever ran out says in which stage.
 
 from __future__ import annotations
 
+import errno
+
 import torch
 
 from engine_service.core.step import StepPlan
@@ -23,6 +25,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether memory ran out, also where cleaning up after that failed with another error."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
             return True
         if isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS):
             return True

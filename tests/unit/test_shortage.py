@@ -3,6 +3,7 @@ do not fit are done without. Real allocations of the CPU fail where they can."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from dataclasses import replace
@@ -99,6 +100,8 @@ def test_other_failures_of_a_stage_stay_what_they_are(monkeypatch: pytest.Monkey
     [
         (SHORT, True),
         (MemoryError(), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOENT, "No such file or directory"), False),
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
