@@ -63,7 +63,7 @@ class EngineConfig:
     max_model_len: int | None = None
     """Longest prompt + output in tokens; default: the checkpoint's own limit."""
     page_size: int | None = None
-    """Tokens per KV page; default 16 on CPU, 64 on CUDA."""
+    """Tokens per KV page; default 16 on CPU, 64 on CUDA, or what fits blocks of the model."""
     num_pages: int | None = None
     """KV pages; default: sized from free memory after a profiling pass."""
     memory_fraction: float = 0.9
@@ -74,7 +74,7 @@ class EngineConfig:
     """Requests that run at the same time; default 64 on CPU, 256 on CUDA."""
     token_budget: int | None = None
     """Query tokens per step; default 1024 on CPU, 8192 on CUDA, there two to four times as many for
-    models of a hidden size below 1449."""
+    models of a hidden size below 1449, and at least a block for every row, or a whole canvas."""
     logit_budget: int | None = None
     """Rows of logits per step; default: max_rows times the largest decision of a method."""
     canvas_budget: int | None = None
@@ -132,7 +132,7 @@ class EngineConfig:
     vllm_facade: bool = False
     """Serve vllm.grpc.engine.VllmEngine too, by which gateways such as SMG drive an engine."""
     admin_port: int | None = None
-    """Port of AdminService (flush, drain, pause, profile), for operators only; default: not
+    """Port of AdminService (flush, drain, pause, profile, trace level), for operators only; default: not
     served; 0 takes a free one. It listens on `host`, so keep the network away from it."""
     kv_events_zmq: str | None = None
     """ZeroMQ address where changes of the prefix index are published, as vLLM does it: bound when
