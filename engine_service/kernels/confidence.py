@@ -235,8 +235,9 @@ def _tiles_kernel(
             ids = start + tl.arange(0, BLOCK)
             noisy = x * tl.div_rn(1.0, temperature) + gumbel_noise(ids, key, HARDWARE_LOG)
             score, token = lowest_best(noisy, ids, vocab)
-            # Where nothing is allowed the id that wins may be banned, or ahead of tile and piece.
-            own = tl.load(line_ptr + token, mask=token >= start, other=float("-inf"))
+            # Where nothing is allowed the id that wins may be banned, or outside of tile and piece.
+            is_here = (token >= start) & (token < start + BLOCK)
+            own = tl.load(line_ptr + token, mask=is_here, other=float("-inf"))
             chosen = tl.minimum(own.to(tl.float32), best)
     part = n * num_tiles + (start - origin) // BLOCK
     tl.store(id_ptr + part, token)

@@ -54,6 +54,7 @@ def _survey(
         score = load_tile(line_ptr, start, vocab, banned_ptr, NUM_BANNED, BLOCK) * inverse
         before = (score > at) | ((score == at) & (ids < token))
         weight = tl.exp2((score - base) * 1.4426950408889634)
+        weight = tl.where(score == score, weight, 0.0)  # NaN is never drawn
         total_G += tl.sum(tl.reshape(weight, (BLOCK // 8, 8)), axis=1)
         top_G = tl.maximum(top_G, tl.max(tl.reshape(score, (BLOCK // 8, 8)), axis=1))
         count = tl.sum(before.to(tl.int32), axis=0)

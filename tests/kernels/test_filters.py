@@ -89,10 +89,11 @@ def test_candidates_are_drawn_from_as_the_whole_row_is(
     logits[0, 40:] = float("-inf")  # fewer are allowed than asked for
     rows = [dataclasses.replace(filtered_row(rng, 9000), top_k=rng.randint(1, 64)) for _ in logits]
     rows[0] = Row(temperature=1.0, top_k=60, top_p=0.93, seed=seed)
-    batch, draws = make_batch(logits, rows, banned=(int(logits[1].argmax()),)), torch.arange(COUNT)
+    banned, draws = (int(logits[1].argmax()),), torch.arange(COUNT)
+    batch = make_batch(logits, rows, banned=banned)
     by_candidates = draw(batch, draws)
     beside_others = make_batch(
-        logits, [rows[0], *[dataclasses.replace(row, top_k=0) for row in rows[1:]]]
+        logits, [rows[0], *[dataclasses.replace(row, top_k=0) for row in rows[1:]]], banned=banned
     )
     assert draw(beside_others, draws)[0] == by_candidates[0]
     for module in (kernel, sampling):
@@ -137,3 +138,25 @@ def test_rows_of_nothing_allowed_end() -> None:
     assert tokens[0] == 0
     assert 0 <= tokens[1] < 100
     assert tokens[2] == 60
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(temperature=1.0, top_p=0.9),
+        Row(temperature=1.0, top_k=70, top_p=0.9),
+        Row(temperature=1.0, top_k=20, top_p=0.9),
+        Row(temperature=1.0, min_p=0.1),
+    ],
+    ids=["top_p", "large top_k", "top_k", "min_p"],
+)
+def test_a_missing_number_is_an_id_that_is_not_allowed(row: Row, seed: int) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(COUNT, 1000)
+    rows = [dataclasses.replace(row, seed=seed + number) for number in range(COUNT)]
+    draws = torch.arange(COUNT)
+    logits[:, 77] = float("-inf")
+    want = draw(make_batch(logits, rows), draws)
+    logits[:, 77] = float("nan")
+    assert draw(make_batch(logits, rows), draws) == want
