@@ -132,8 +132,9 @@ class EngineConfig:
     vllm_facade: bool = False
     """Serve vllm.grpc.engine.VllmEngine too, by which gateways such as SMG drive an engine."""
     admin_port: int | None = None
-    """Port of AdminService (flush, drain, pause, profile, trace level), for operators only; default: not
-    served; 0 takes a free one. It listens on `host`, so keep the network away from it."""
+    """Port of AdminService (flush, drain, pause, profile, trace level), for operators only;
+    default: not served; 0 takes a free one. It listens on `host`, so keep the network away from
+    it."""
     kv_events_zmq: str | None = None
     """ZeroMQ address where changes of the prefix index are published, as vLLM does it: bound when
     it has a wildcard (tcp://*:5557), else connected to. With data_parallel_size ports count up per
