@@ -10,6 +10,8 @@ PY := $(BIN)/python
 STAMP := $(VENV)/.stamp-$(notdir $(LOCK))
 PYTEST := $(PY) -m pytest -q --durations=8
 # Of a file whole, as what it builds takes minutes; in our order, in which what is long comes first.
+# Whoever has nothing left takes half of what another has left.
+SHARED := --dist worksteal
 BY_FILE := --dist loadfile --no-loadscope-reorder
 CLIENTS := tests/conformance/clients
 ENVIRONMENTS := $(patsubst $(CLIENTS)/%/requirements.txt,.clients/%/.stamp,$(wildcard $(CLIENTS)/*/requirements.txt)) \
@@ -49,7 +51,7 @@ rules:
 	$(PYTEST) tests/arch
 
 test: check ## check, then every test that is neither slow nor needs a GPU
-	$(PYTEST) -n 2 -m "not slow and not gpu and not conformance" --ignore=tests/arch tests
+	$(PYTEST) -n 2 $(SHARED) -m "not slow and not gpu and not conformance" --ignore=tests/arch tests
 
 test-conformance: setup ## real client libraries, each in an environment of its own, and all examples
 	@$(MAKE) -j2 --no-print-directory environments
