@@ -9,9 +9,9 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 STAMP := $(VENV)/.stamp-$(notdir $(LOCK))
 PYTEST := $(PY) -m pytest -q --durations=8
-# Of a file whole, as what it builds takes minutes; in our order, in which what is long comes first.
 # Whoever has nothing left takes half of what another has left.
 SHARED := --dist worksteal
+# Of a file whole, as what it builds takes minutes; in our order, in which what is long comes first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 CLIENTS := tests/conformance/clients
 ENVIRONMENTS := $(patsubst $(CLIENTS)/%/requirements.txt,.clients/%/.stamp,$(wildcard $(CLIENTS)/*/requirements.txt)) \

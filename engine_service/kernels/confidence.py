@@ -223,8 +223,7 @@ def _tiles_kernel(
     line_ptr = piece_ptr + (n * stride - first)
     x = load_tile(line_ptr, start, vocab, banned_ptr, NUM_BANNED, BLOCK)
     best, second, token = _best_two(line_ptr, x, start, vocab, banned_ptr, NUM_BANNED, BLOCK)
-    score = best
-    chosen = best
+    score, chosen = best, best
     if DRAWS:
         row = tl.load(row_ptr + n)
         temperature = tl.load(temperature_ptr + row)

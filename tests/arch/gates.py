@@ -7,6 +7,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -60,7 +61,13 @@ def sources(root: Path, *tops: str) -> Iterator[tuple[str, str]]:
 
 
 def trees(root: Path, *tops: str) -> Iterator[tuple[str, ast.Module]]:
-    return ((name, ast.parse(text, name)) for name, text in sources(root, *tops))
+    return ((name, _tree(text, name)) for name, text in sources(root, *tops))
+
+
+@cache
+def _tree(text: str, name: str) -> ast.Module:
+    """Many rules go through the same files."""
+    return ast.parse(text, name)
 
 
 def long_files(root: Path) -> list[str]:
