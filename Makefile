@@ -13,6 +13,8 @@ PYTEST := $(PY) -m pytest -q --durations=8
 SHARED := --dist worksteal
 # Of a file whole, as what it builds takes minutes; in our order, in which what is long comes first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
+# To import the others takes each process half a minute.
+SLOW = $(shell grep -rl 'mark\.slow' --include='test_*.py' tests | sort)
 CLIENTS := tests/conformance/clients
 ENVIRONMENTS := $(patsubst $(CLIENTS)/%/requirements.txt,.clients/%/.stamp,$(wildcard $(CLIENTS)/*/requirements.txt)) \
   $(patsubst %/package-lock.json,%/node_modules/.stamp,$(wildcard $(CLIENTS)/*/package-lock.json examples/*/package-lock.json)) \
@@ -74,8 +76,8 @@ build/grpc_cpp/chat: $(wildcard examples/grpc_cpp/* proto/tidemill/v1/*)
 	@touch $@
 
 test-slow: setup ## long tests (soaks, the wheel, images), then promised figures by themselves
-	$(PYTEST) -n 2 $(BY_FILE) -m "slow and not gpu and not alone" --timeout=600 tests
-	$(PYTEST) -m "slow and not gpu and alone" --timeout=600 tests
+	$(PYTEST) -n 3 $(BY_FILE) -m "slow and not gpu and not alone" --timeout=600 $(SLOW)
+	$(PYTEST) -m "slow and not gpu and alone" --timeout=600 $(SLOW)
 
 test-gpu: setup ## tests that need a CUDA device
 	$(PYTEST) -m gpu --timeout=600 tests

@@ -40,6 +40,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    files = {item.path for item in items if item.get_closest_marker("slow")}
+    if hidden := [str(file) for file in files if "mark.slow" not in file.read_text()]:
+        raise pytest.UsageError(f"`make test-slow` looks for mark.slow, which is not in {hidden}")
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if wanting and not torch.cuda.is_available():
         for item in wanting:
