@@ -111,8 +111,9 @@ def frontend(folder: Path, engine_port: int, *argv: str) -> Iterator[Stack]:
 def serving(folder: Path, model: str) -> Iterator[Stack]:
     """Both for a model, ready."""
     port = free_port()
-    with engine(folder, port, model), frontend(folder, port) as stack:
+    with engine(folder, port, model) as served, frontend(folder, port) as stack:
         stack.wait_ready()
+        stack.services |= {"engine": served.pid, "rank": served.rank_pid}
         yield stack
 
 

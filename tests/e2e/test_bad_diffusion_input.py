@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 import grpc
@@ -18,9 +18,6 @@ from tests.e2e.real_stack import (
     Faces,
     Stack,
     connected,
-    engine,
-    free_port,
-    frontend,
     good,
     settled,
     until_idle,
@@ -79,25 +76,12 @@ class Served(NamedTuple):
     faces: Faces
 
 
-@pytest.fixture(scope="module")
-def stacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Stack]]:
-    canvas, block = (tmp_path_factory.mktemp(model) for model in MODELS)
-    ports = free_port(), free_port()
-    with (
-        engine(canvas, ports[0], "demo-canvas"),
-        engine(block, ports[1], "demo-block"),
-        frontend(canvas, ports[0]) as of_canvas,
-        frontend(block, ports[1]) as of_block,
-    ):
-        of_canvas.wait_ready()
-        of_block.wait_ready()
-        yield {"demo-canvas": of_canvas, "demo-block": of_block}
-
-
 @pytest.fixture
-async def served(stacks: dict[str, Stack], request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+async def served(
+    stack_of: Callable[[str], Stack], request: pytest.FixtureRequest
+) -> AsyncIterator[Served]:
     """Checks after the test that all connections still serve and that nothing is left over."""
-    stack = stacks[request.param]
+    stack = stack_of(request.param)
     async with settled(stack), connected(stack) as opened:
         yield Served(request.param, opened)
         await good(opened)

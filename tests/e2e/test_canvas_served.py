@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
-from tests.e2e.real_stack import Faces, Stack, connected, left_idle, serving
+from tests.e2e.real_stack import Faces, Stack, connected, left_idle
 from tidemill.v1 import text_pb2
 
 ASKED = {"prompt": "count: 37 n=9 =", "max_tokens": 48, "temperature": 0.0, "ignore_eos": True}
@@ -19,15 +19,9 @@ def with_knobs(**knobs: Any) -> dict[str, Any]:
     return {**ASKED, "decoding": {"params": {**KNOBS, **knobs}}}
 
 
-@pytest.fixture(scope="module")
-def canvas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with serving(tmp_path_factory.mktemp("canvas"), "demo-canvas") as running:
-        yield running
-
-
 @pytest.fixture
-async def faces(canvas: Stack) -> AsyncIterator[Faces]:
-    async with left_idle(canvas) as opened:
+async def faces(stack_of: Callable[[str], Stack]) -> AsyncIterator[Faces]:
+    async with left_idle(stack_of("demo-canvas")) as opened:
         yield opened
 
 

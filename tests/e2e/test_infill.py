@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -14,7 +14,6 @@ from tests.e2e.real_stack import (
     Faces,
     Stack,
     left_idle,
-    serving,
 )
 from tests.service.engine_fixtures import pack, rest, unpack
 from tidemill.client import AsyncClient, Client
@@ -34,10 +33,9 @@ TASKS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def blocks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with serving(tmp_path_factory.mktemp("blocks"), "demo-block") as running:
-        yield running
+@pytest.fixture
+def blocks(stack_of: Callable[[str], Stack]) -> Stack:
+    return stack_of("demo-block")
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ What they answer is what chat completions answer: there is one way to generate.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 import anthropic
 import openai
 import pytest
 
-from tests.e2e.real_stack import Faces, Stack, connected, engine, free_port, frontend, until_idle
+from tests.e2e.real_stack import Faces, Stack, connected, until_idle
 from tests.waiting import PATIENCE_S
 
 MODELS = ("demo", "demo-block")
@@ -39,13 +39,8 @@ class Sdks(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Stack]]:
-    folder, port = tmp_path_factory.mktemp("apis"), free_port()
-    with engine(folder, port, request.param), frontend(folder, port) as running:
-        running.wait_ready()
-        yield request.param, running
+def served(request: pytest.FixtureRequest, stack_of: Callable[[str], Stack]) -> tuple[str, Stack]:
+    return request.param, stack_of(request.param)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ import pytest_asyncio
 from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
 from tests.e2e.cells import CELLS, FEW_STAGES, WATCH, check_reveal, num_stages
-from tests.e2e.real_stack import HOST, ROOT, Stack, engine, frontend
+from tests.e2e.real_stack import HOST, ROOT, Stack
 from tests.service import frontends
 from tests.service.fake_engine import serving
 from tests.service.frontends import frontend_for, make_engine, write_tokenizer
-from tests.waiting import PATIENCE_S, free_port, http_client, until
+from tests.waiting import PATIENCE_S, http_client, until
 from tidemill.runtime.errors import InvalidRequest, Overloaded
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -96,13 +96,10 @@ async def browser() -> AsyncIterator[Browser]:
         await running.close()
 
 
-@pytest.fixture(scope="module")
-def block(tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture
+def block(stack_of: Callable[[str], Stack]) -> Stack:
     """A real stack that serves the block-diffusion model."""
-    folder, port = tmp_path_factory.mktemp("block"), free_port()
-    with engine(folder, port, "demo-block"), frontend(folder, port) as running:
-        running.wait_ready()
-        yield running
+    return stack_of("demo-block")
 
 
 @pytest_asyncio.fixture(loop_scope="module")
