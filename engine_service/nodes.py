@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 
 from engine_service.config import EngineConfig
+from engine_service.limits import MOST_RANKS
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 
 LEADER_PORT = 50065
@@ -49,8 +51,9 @@ def node_of(config: EngineConfig, environ: Mapping[str, str]) -> Node | None:
         _refuse_several(config, f"of executor {config.executor}: leave it out")
         return None
     count, index = config.nnodes, config.node_rank
-    if count < 1:
-        raise InvalidRequest(f"nnodes is {count}; pass 1 or more", param="nnodes")
+    if not 1 <= count <= MOST_RANKS:
+        limit = f"a group has at most {MOST_RANKS} ranks, of which every node has one at least"
+        raise InvalidRequest(f"nnodes is {count}; pass 1 to {MOST_RANKS}: {limit}", param="nnodes")
     if not 0 <= index < count:
         fitting = f"0 to {count - 1}" if count > 1 else "0, or the number of hosts with --nnodes"
         raise InvalidRequest(
@@ -129,10 +132,11 @@ def _even(config: EngineConfig, index: int, count: int, leader: str) -> Node:
     """Nodes of equally many ranks."""
     num_ranks = config.num_ranks
     if num_ranks < count:
+        multiple = count // gcd(count, config.pipeline_parallel_size)
         raise InvalidRequest(
             f"{count} nodes need {count} ranks or more, and tensor_parallel_size x "
-            f"pipeline_parallel_size is {num_ranks}: pass --tensor-parallel-size {count}, the same "
-            "on all nodes",
+            f"pipeline_parallel_size is {num_ranks}: pass a --tensor-parallel-size that is a "
+            f"multiple of {multiple}, the same on all nodes",
             param="tensor_parallel_size",
         )
     if num_ranks % count:

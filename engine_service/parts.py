@@ -5,7 +5,7 @@ It does not know what is made of it. Imports torch, which takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,16 +22,19 @@ from engine_service.core.transfers import Transfers
 from engine_service.defaults import read_knobs, sampling_defaults
 from engine_service.distributed import FIRST, Group, Place, Store
 from engine_service.limits import check_count
+from engine_service.model_folder import folder_of
+from engine_service.models.base import ModelTraits
 from engine_service.models.sharing import check_fit
 from engine_service.nodes import check_nodes
 from engine_service.rank_worker import make_strategies, make_transfers, open_worker
 from engine_service.ranks.choice import hosts_of
 from engine_service.ranks.group import open_group
+from engine_service.ranks.hosts import Hosts
 from engine_service.resolve import ResolvedConfig, resolve
 from engine_service.simulated import SimulatedExecutor
 from engine_service.worker.checkpoint import Checkpoint, Report, fetch_checkpoint
 from engine_service.worker.memory import memory_in_use
-from engine_service.worker.weights import read_traits
+from engine_service.worker.weights import check_files, read_traits
 from tidemill.runtime.errors import InvalidRequest, ServiceError, Unsupported
 
 
@@ -75,7 +78,7 @@ def load(
         executor = worker = open_worker(config, report, place=place or FIRST, store=store)
         close = _nothing if place is None else worker.close
     else:
-        _check_split(config, report)
+        _check_split(config, hosts, report)
         ways: dict[str, Any] = {"open_worker": open_worker, "hosts": hosts, "on_lost": on_lost}
         executor = open_group(config, num_ranks, report, **ways)
         worker, close, others = executor.own, executor.close, executor.rank_times
@@ -97,15 +100,20 @@ def load(
     )
 
 
-def _check_split(config: EngineConfig, report: Report) -> None:
+def _check_split(config: EngineConfig, hosts: Hosts, report: Report) -> None:
     """Raises what the first rank would once all others have come: of several hosts that may be half
-    an hour, for a number of ranks that no start of this model ever has, or defaults that no request
-    may have. Reads no weights."""
+    an hour, for a number of ranks that no start of this model ever has, files that are not whole,
+    or defaults that no request may have. Reads no weights."""
     checkpoint = fetch_checkpoint(replace(config, load_format="dummy"), report)
+    traits = read_traits(checkpoint)
     group = Group(0, config.tensor_parallel_size, whole_experts=config.expert_parallel)
-    num_stages = config.pipeline_parallel_size
-    check_fit(checkpoint.hf_config, read_traits(checkpoint), group, num_stages)
+    if folder_of(config.model) is not None:
+        check_files(config, checkpoint, group)
+    room = {"most_ranks": hosts.most_ranks(), "num_nodes": hosts.num_nodes}
+    check_fit(checkpoint.hf_config, traits, group, config.pipeline_parallel_size, **room)
     sampling_defaults(config, checkpoint.generation_config)
+    strategies = {made.name: made for made in make_strategies(traits)}
+    read_knobs(config, strategies.get(_default_method(config, traits, strategies)))
 
 
 def simulate(config: EngineConfig, report: Report) -> Parts:
@@ -155,17 +163,11 @@ def simulate(config: EngineConfig, report: Report) -> Parts:
 def _facts(
     config: EngineConfig,
     found: dict[str, Any],
-    traits: Any,
+    traits: ModelTraits,
     checkpoint: Checkpoint,
     strategies: dict[str, DecodeStrategy],
 ) -> EngineFacts:
-    method = config.default_method or traits.default_method
-    if method not in strategies and (strategies or config.default_method):
-        raise InvalidRequest(
-            f"default_method {method!r} is not one of this model's: "
-            f"{', '.join(strategies) or 'none, it is an encoder'}",
-            param="default_method",
-        )
+    method = _default_method(config, traits, strategies)
     return EngineFacts(
         **found,
         max_queued_requests=config.max_queued_requests,
@@ -182,3 +184,17 @@ def _facts(
             name for one in strategies.values() for name in one.approximate_caches
         ),
     )
+
+
+def _default_method(
+    config: EngineConfig, traits: ModelTraits, strategies: Mapping[str, DecodeStrategy]
+) -> str:
+    """Raises InvalidRequest for one that the model does not have."""
+    method = config.default_method or traits.default_method
+    if method not in strategies and (strategies or config.default_method):
+        raise InvalidRequest(
+            f"default_method {method!r} is not one of this model's: "
+            f"{', '.join(strategies) or 'none, it is an encoder'}",
+            param="default_method",
+        )
+    return method

@@ -31,7 +31,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_SERVICES = ("serve", "engine", "frontend")
+_SERVICES = ("serve", "engine", "frontend", "shard")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +58,8 @@ def _main(argv: Sequence[str]) -> int:
 
 def _run(verb: str, argv: Sequence[str]) -> int:
     """A process that is the first of its container gets no signal that it has not asked for, and a
-    service asks for SIGTERM only once it serves: until then this ends it."""
+    service asks for SIGTERM only once it serves: until then this ends it, and with it what stands
+    half written."""
     if verb in _SERVICES and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:

@@ -8,17 +8,20 @@ from engine_service.models.base import EXPERTS, REGISTRY, CausalModel, HFConfig,
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 
-def check_fit(hf_config: HFConfig, traits: ModelTraits, group: Group, num_stages: int) -> None:
-    """Whether a model can be split so: check_sharing and check_stages."""
-    kind = REGISTRY.find(hf_config)
-    check_sharing(kind, traits, hf_config, group)
-    check_stages(kind, traits, num_stages)
-
-
-def check_sharing(
-    kind: type[CausalModel], traits: ModelTraits, hf_config: HFConfig, group: Group
+def check_fit(
+    hf_config: HFConfig,
+    traits: ModelTraits,
+    group: Group,
+    num_stages: int,
+    *,
+    most_ranks: int = MOST_RANKS,
+    num_nodes: int = 1,
 ) -> None:
-    """Raises InvalidRequest naming what does not divide, and the numbers of ranks that would."""
+    """Whether a model can be split so. Raises InvalidRequest naming what does not divide, and the
+    sizes that an engine of so many stages would start with where `num_nodes` hold equally many of
+    at most `most_ranks` ranks; and as `check_stages`."""
+    kind = REGISTRY.find(hf_config)
+    check_stages(kind, traits, num_stages)
     axes = kind.shared_axes(traits, hf_config, whole_experts=group.whole_experts)
     if group.whole_experts:
         _check_experts(axes, traits.architecture, group.size)
@@ -27,12 +30,18 @@ def check_sharing(
         return
     fitting = [
         str(count)
-        for count in range(1, MOST_RANKS + 1)
-        if not _uneven(axes, traits.num_kv_heads, count)
+        for count in range(1 + group.whole_experts, most_ranks // num_stages + 1)
+        if count * num_stages % num_nodes == 0 and not _uneven(axes, traits.num_kv_heads, count)
     ]
+    advice = f"pass {'one of ' * (len(fitting) > 1)}{', '.join(fitting)}"
+    if not fitting:
+        given = [f"--nnodes {num_nodes}"] * (num_nodes > 1)
+        given += [f"--pipeline-parallel-size {num_stages}"] * (num_stages > 1)
+        given += ["--expert-parallel"] * group.whole_experts
+        advice = f"with {' and '.join(given)} no size up to {most_ranks} ranks does: change that"
     raise InvalidRequest(
         f"tensor_parallel_size {group.size} does not divide {traits.architecture}'s "
-        f"{' and '.join(wrong)}; pass one of {', '.join(fitting)}",
+        f"{' and '.join(wrong)}; {advice}",
         param="tensor_parallel_size",
     )
 

@@ -26,6 +26,7 @@ class NodeHosts(SeveralHosts):
             ends_silent_leader=ends_silent_leader,
         )
         self._node, self._secret = node, read_token(config)
+        self.num_nodes = node.count
 
     def gather(self, report: Report) -> None:
         self.check()

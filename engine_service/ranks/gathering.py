@@ -86,6 +86,8 @@ class Gathering:
             try:
                 arrival.link.send(Frame.WELCOME, json.dumps(told).encode())
             except LinkLost as failure:
+                for one in here.values():  # nobody else waits for a group that there will not be
+                    one.link.close()
                 raise EngineDead(
                     f"rank {arrival.rank} on {arrival.host} came and has gone: {failure}"
                 ) from failure

@@ -13,18 +13,26 @@ from typing import Protocol
 from engine_service.child import pipe_of
 from engine_service.config import EngineConfig
 from engine_service.distributed import Place
+from engine_service.limits import MOST_RANKS
 from engine_service.ranks.broadcast import Wires
 from engine_service.ranks.gathering import Arrival, listen
 from engine_service.ranks.near import Told
 from engine_service.ranks.processes import FollowerProcess
 from engine_service.worker.checkpoint import Report
-from engine_service.worker.device import check_devices
+from engine_service.worker.device import check_devices, count_free
 
 NEAR_MODULE = "engine_service.ranks.near"
 
 
 class Hosts(Protocol):
     """gather, place, start (once for every rank but the first), close."""
+
+    num_nodes: int
+    """That hold equally many ranks each."""
+
+    def most_ranks(self) -> int:
+        """That there is room for, as far as is known before all have come. Raises InvalidRequest
+        for a device that is not there."""
 
     def gather(self, report: Report) -> None:
         """Returns when all ranks can be started; raises why they cannot."""
@@ -46,8 +54,14 @@ class Hosts(Protocol):
 class ThisHost:
     """All ranks are processes of this machine."""
 
+    num_nodes = 1
+
     def __init__(self, config: EngineConfig, num_ranks: int) -> None:
         self._device, self._num_ranks = config.device, num_ranks
+
+    def most_ranks(self) -> int:
+        free = count_free(self._device)
+        return MOST_RANKS if free is None else min(free, MOST_RANKS)
 
     def gather(self, report: Report) -> None:
         """Raises InvalidRequest when there are fewer GPUs than ranks."""
@@ -69,6 +83,8 @@ class ThisHost:
 class SeveralHosts:
     """Some ranks, the first among them, are processes of this machine; the others have arrived."""
 
+    num_nodes = 1
+
     def __init__(
         self,
         config: EngineConfig,
@@ -87,6 +103,9 @@ class SeveralHosts:
         self._ends_silent_leader = ends_silent_leader
         self._arrived: dict[int, Arrival] = {}
         self._first_device = 0
+
+    def most_ranks(self) -> int:
+        return MOST_RANKS
 
     def check(self) -> None:
         """Raises InvalidRequest when there are fewer GPUs here than ranks."""

@@ -14,9 +14,10 @@ from typing import Any
 from engine_service.config import EngineConfig
 from engine_service.hf_overrides import check_overrides, overridden, version_under
 from engine_service.model_folder import CONFIG, builtin_models, folder_of, read_config
+from engine_service.worker.files import MANIFEST
 from engine_service.worker.hub import download
 from engine_service.worker.json_files import read_json
-from engine_service.worker.shards import MANIFEST, Manifest, parse_manifest
+from engine_service.worker.shards import Manifest, parse_manifest
 from tidemill.runtime.errors import InvalidRequest, NotFound
 
 Report = Callable[[str, int, int], None]

@@ -27,7 +27,12 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     if kind == "cuda" and (index or "0").isdecimal() and int(index or 0) + local_rank < count:
         return torch.device("cuda", int(index or 0) + local_rank)
     if local_rank:
-        name = f"cuda:{int(index or 0) + local_rank} of rank {local_rank}"
+        most = max(0, count - int(index or 0))
+        raise InvalidRequest(
+            f"the ranks of this host need a GPU each, from cuda:{index or 0} on, and local rank "
+            f"{local_rank} has none: there are {most}; run at most {most} ranks here",
+            param="device",
+        )
     raise InvalidRequest(
         f"device {name!r} is not here; there are: cpu"
         + "".join(f", cuda:{number}" for number in range(count)),
@@ -35,17 +40,23 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     )
 
 
+def count_free(name: str) -> int | None:
+    """GPUs here from the named one on; None on a CPU, which all ranks share. Raises as
+    `pick_device`."""
+    device = pick_device(name)
+    return torch.cuda.device_count() - (device.index or 0) if device.type == "cuda" else None
+
+
 def check_devices(name: str, num_ranks: int, num_all: int | None = None) -> None:
     """Raises InvalidRequest where this machine has fewer GPUs than ranks that want one; `num_all`
     are the ranks of all machines."""
-    device = pick_device(name)
-    free = torch.cuda.device_count() - (device.index or 0) if device.type == "cuda" else num_ranks
-    if num_ranks > free:
+    free = count_free(name)
+    if free is not None and num_ranks > free:
         here, a_host = (f", {num_ranks} of them here", " a host") if num_all else ("", "")
         raise InvalidRequest(
             f"{num_all or num_ranks} ranks (tensor_parallel_size x pipeline_parallel_size) need a "
-            f"GPU each{here}, and from {device} on this machine has {free}; pass at most "
-            f"{free}{a_host}, or --device cpu",
+            f"GPU each{here}, and from {pick_device(name)} on this machine has {free}; pass at "
+            f"most {free}{a_host}, or --device cpu",
             param="tensor_parallel_size",
         )
 

@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from engine_service.worker.json_files import read_json
 from tidemill.runtime.errors import InvalidRequest, NotFound, ServiceError, Unsupported
 
+MANIFEST = "tidemill_shards.json"
+"""Beside files of ranks (worker/shards.py), of which each has a part of the weights."""
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 """All weights, whatever stands beside it: variants such as model.fp16.safetensors are the same ones
@@ -56,6 +58,13 @@ def weight_files(folder: Path) -> list[Path]:
     if index is None and (folder / _WHOLE).is_file():
         return [folder / _WHOLE]
     if index is None:
+        if any(folder.glob("rank-*-of-*.safetensors")):
+            raise NotFound(
+                f"{folder} has files of ranks (tidemill shard) and no {MANIFEST}, which says what "
+                "they are: copy it too, or shard the source anew",
+                reason="SHARD_MISSING",
+                param="model",
+            )
         found = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
         if found:
             return found

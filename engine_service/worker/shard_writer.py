@@ -24,10 +24,10 @@ from engine_service.hf_overrides import overridden
 from engine_service.limits import check_count
 from engine_service.model_folder import CONFIG, read_config
 from engine_service.models.base import REGISTRY, CausalModel
-from engine_service.models.sharing import check_sharing
+from engine_service.models.sharing import check_fit
 from engine_service.worker.checkpoint import Checkpoint, Report, fetch_checkpoint
-from engine_service.worker.files import Stored, reading, survey, weight_files
-from engine_service.worker.shards import MANIFEST, Manifest, file_name, held_of
+from engine_service.worker.files import MANIFEST, Stored, reading, survey, weight_files
+from engine_service.worker.shards import Manifest, file_name, held_of
 from engine_service.worker.weights import Part, match, read_traits
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 
@@ -70,6 +70,7 @@ def write_shards(config: EngineConfig, out: Path, report: Report) -> Manifest:
         raise FailedPrecondition(f"{out.parent} is no folder: make it first", param="output")
     size = config.tensor_parallel_size
     group = Group(0, size, whole_experts=config.expert_parallel)
+    _check_size(config, group, report)
     checkpoint = fetch_checkpoint(config, report)
     if checkpoint.manifest is not None:
         made_for = checkpoint.manifest.tensor_parallel_size
@@ -105,6 +106,12 @@ def write_shards(config: EngineConfig, out: Path, report: Report) -> Manifest:
     return manifest
 
 
+def _check_size(config: EngineConfig, group: Group, report: Report) -> None:
+    """Before weights are downloaded, which may take an hour."""
+    small = fetch_checkpoint(replace(config, load_format="dummy"), report)
+    check_fit(small.hf_config, read_traits(small), group, num_stages=1)
+
+
 def _cuts(checkpoint: Checkpoint, stored: dict[str, Stored], group: Group) -> list[_Cut]:
     """What a rank holds, in the order in which the checkpoint has it."""
     model = _outline(checkpoint, group)
@@ -118,7 +125,6 @@ def _cuts(checkpoint: Checkpoint, stored: dict[str, Stored], group: Group) -> li
 def _outline(checkpoint: Checkpoint, group: Group) -> CausalModel:
     """The model as a rank holds it, without memory behind it."""
     kind, traits = REGISTRY.find(checkpoint.hf_config), read_traits(checkpoint)
-    check_sharing(kind, traits, checkpoint.hf_config, group)
     nowhere: dict[str, Any] = {"device": torch.device("meta"), "dtype": torch.float32}
     return kind.create(traits, checkpoint.hf_config, group=group, **nowhere)
 

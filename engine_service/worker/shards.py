@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from engine_service.distributed import Group
 from engine_service.layers.slots import Piece, Slot, Slots
+from engine_service.worker.files import MANIFEST, Stored
 from tidemill.runtime.errors import InvalidRequest, NotFound, Unsupported
 
-if TYPE_CHECKING:
-    from engine_service.worker.files import Stored
-
-MANIFEST = "tidemill_shards.json"
 FORMAT = 1
 """Of the folder; raised when files of before can no longer be read as they are."""
 
@@ -76,24 +73,7 @@ def file_name(rank: int, size: int) -> str:
 
 def rank_file(folder: Path, manifest: Manifest, group: Group) -> Path:
     """The file of a rank, checked to be of its group and whole; nobody asks for the others'."""
-    made_for = manifest.tensor_parallel_size
-    if manifest.expert_parallel != group.whole_experts:
-        no = "" if manifest.expert_parallel else "no-"
-        raise InvalidRequest(
-            f"{folder} was made with expert_parallel {manifest.expert_parallel}, this engine has "
-            f"{group.whole_experts}: pass --{no}expert-parallel, or shard {manifest.source} "
-            "anew (tidemill shard)",
-            reason="SHARDS_DIFFER",
-            param="expert_parallel",
-        )
-    if made_for != group.size:
-        raise InvalidRequest(
-            f"{folder} was made for tensor_parallel_size {made_for}, this engine has {group.size}: "
-            f"pass --tensor-parallel-size {made_for}, or shard {manifest.source} anew for "
-            f"{group.size} (tidemill shard)",
-            reason="SHARDS_DIFFER",
-            param="tensor_parallel_size",
-        )
+    _check_made_for(folder, manifest, group)
     path = folder / file_name(group.rank, group.size)
     if not path.is_file():
         raise NotFound(
@@ -111,6 +91,24 @@ def rank_file(folder: Path, manifest: Manifest, group: Group) -> Path:
             param="model",
         )
     return path
+
+
+def _check_made_for(folder: Path, manifest: Manifest, group: Group) -> None:
+    made_for, experts = manifest.tensor_parallel_size, manifest.expert_parallel
+    if (made_for, experts) == (group.size, group.whole_experts):
+        return
+    made, has = f"tensor_parallel_size {made_for}", str(group.size)
+    wanted = f"--tensor-parallel-size {made_for}"
+    if experts != group.whole_experts:
+        made += f" and expert_parallel {experts}"
+        has += f" and {group.whole_experts}"
+        wanted += " --expert-parallel" if experts else " --no-expert-parallel"
+    raise InvalidRequest(
+        f"{folder} was made for {made}, this engine has {has}: pass {wanted}, or shard "
+        f"{manifest.source} anew for other sizes (tidemill shard)",
+        reason="SHARDS_DIFFER",
+        param="expert_parallel" if made_for == group.size else "tensor_parallel_size",
+    )
 
 
 class Held(NamedTuple):

@@ -96,8 +96,8 @@ class Worker:
             self.traits = read_traits(self.checkpoint)
             size = place.size // max(1, num_stages := config.pipeline_parallel_size)
             share = Group(place.rank % size, size, whole_experts=config.expert_parallel)
-            check_fit(self.checkpoint.hf_config, self.traits, share, num_stages)
             check_files(config, self.checkpoint, share)
+            check_fit(self.checkpoint.hf_config, self.traits, share, num_stages)
             self.resolved = resolve(config, self.traits, self.device)
             self.dtype = self._resolve_dtype(config)
         with self._stage("ranks"):

@@ -107,14 +107,18 @@ def test_shards(tmp_path: Path, name: str, seed: int) -> None:
     for rank in range(2):
         group = Group(rank, 2, whole_experts=True)
         assert differing(load(out, group), load(source, group)) == []
-    with pytest.raises(InvalidRequest, match=r"was made with expert_parallel True.*pass --expert"):
-        load(out, Group(0, 2))
+    told = "size 2 and expert_parallel True.* has {} and False: pass {} 2 --expert-parallel, or"
+    for size, param in ((1, "tensor_parallel_size"), (2, "expert_parallel")):
+        told_now = told.format(size, "--tensor-parallel-size")
+        with pytest.raises(InvalidRequest, match=told_now) as caught:
+            load(out, Group(0, size))
+        assert caught.value.param == param
 
 
 @pytest.mark.parametrize(
     ("name", "size", "told"),
     [
-        ("qwen3-moe", 4, "does not divide Qwen3MoeForCausalLM's 6 experts; pass one of 1, 2$"),
+        ("qwen3-moe", 4, "does not divide Qwen3MoeForCausalLM's 6 experts; pass 2$"),
         ("qwen3", 2, "Qwen3ForCausalLM has none: leave it out"),
         ("qwen3-moe", 1, "tensor_parallel_size is 1: leave it out"),
     ],

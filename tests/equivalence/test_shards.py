@@ -16,12 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine_service.composition import compose
 from engine_service.config import EngineConfig
 from engine_service.distributed import ALONE, Group
 from engine_service.models.base import CausalModel
 from engine_service.worker import shard_writer
 from engine_service.worker.checkpoint import fetch_checkpoint
-from engine_service.worker.shards import MANIFEST, file_name
+from engine_service.worker.files import MANIFEST
+from engine_service.worker.shards import file_name
 from engine_service.worker.weights import check_files, load_model
 from tests.equivalence.shapes import SHAPES
 from tests.equivalence.test_tensor_parallel import answers, make_cases
@@ -180,6 +182,34 @@ def test_another_size_is_refused(made: Path) -> None:
         assert (type(error), error.param) == (InvalidRequest, "tensor_parallel_size")
         assert f"made for tensor_parallel_size 2, this engine has {size}" in error.message
         assert "pass --tensor-parallel-size 2" in error.message
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_an_engine_of_another_size_is_refused_before_any_rank_starts(made: Path, size: int) -> None:
+    """3 ranks have no share of this model, but neither have 1 or 4 of these files."""
+    config = EngineConfig(model=str(made), device="cpu", tensor_parallel_size=size)
+    stages: list[str] = []
+    told = rf"made for tensor_parallel_size 2, this engine has {size}: pass --tensor-p\S+ 2, or"
+    with pytest.raises(InvalidRequest, match=told):
+        compose(config, lambda stage, *_: stages.append(stage))
+    assert "ranks" not in stages
+
+
+def test_files_of_ranks_without_their_manifest_are_told(made: Path) -> None:
+    (made / MANIFEST).unlink()
+    error = refused(made, Group(0, 2))
+    assert (type(error), error.reason) == (NotFound, "SHARD_MISSING")
+    assert f"no {MANIFEST}" in error.message
+
+
+def test_a_size_is_refused_before_weights_are_fetched(tmp_path: Path, seed: int) -> None:
+    source = make_source(tmp_path / "source", SHAPES["qwen3"].config, seed)
+    for file in source.glob("*.safetensors*"):
+        file.unlink()
+    with pytest.raises(InvalidRequest, match="size 3 does not divide"):
+        write(source, tmp_path / "out", 3)
+    with pytest.raises(NotFound, match="has no"):
+        write(source, tmp_path / "out")
 
 
 def test_a_truncated_file_is_refused(made: Path) -> None:

@@ -96,10 +96,20 @@ def test_every_engine_has_the_next_gpus(
     ("count", "gpus", "config", "words"),
     [
         (3, 2, {}, "needs 3 GPUs; there are 2: pass --data-parallel-size 2, or --device cpu"),
-        (3, 5, {"tensor_parallel_size": 2}, "needs 6 GPUs; there are 5: pass .*-size 2 or a small"),
+        (
+            3,
+            5,
+            {"tensor_parallel_size": 2},
+            "needs 6 GPUs; there are 5: pass .*, or pass .* 5",
+        ),
         (2, 4, {"device": "cuda:3"}, "there are 1 from cuda:3 on: pass --data-parallel-size 1"),
-        (2, 0, {"device": "cuda"}, "there are 0: no engine fits"),
-        (2, 1, {"tensor_parallel_size": 2}, "there are 1: no engine fits or a smaller --tensor"),
+        (2, 0, {"device": "cuda"}, "there are 0: no engine fits, or --device cpu"),
+        (
+            2,
+            1,
+            {"tensor_parallel_size": 2},
+            "there are 1: pass --data-parallel-size, --tensor-parallel-size and",
+        ),
     ],
 )
 def test_more_gpus_than_there_are_are_refused(

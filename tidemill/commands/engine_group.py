@@ -173,12 +173,19 @@ def _devices(configs: Sequence[EngineConfig], count_gpus: Callable[[], int]) -> 
         raise InvalidRequest(
             f"data_parallel_size {count} with {each} GPU{'s' * (each > 1)} per engine needs"
             f" {count * each} GPUs; there are {there}: "
-            + (f"pass --data-parallel-size {fitting}" if fitting else "no engine fits")
-            + (" or a smaller --tensor-parallel-size" if each > 1 else "")
-            + ", or --device cpu",
+            + _smaller(fitting, each, max(0, here - start)),
             param="data_parallel_size",
         )
     return [f"cuda:{start + number * each}" for number in range(count)]
+
+
+def _smaller(fitting: int, each: int, here: int) -> str:
+    """What to pass where `fitting` engines of `each` GPUs are too few; there are `here`."""
+    ways = [f"pass --data-parallel-size {fitting}"] * (fitting > 0)
+    if each > 1 and here > 0:
+        sizes = "--data-parallel-size, --tensor-parallel-size and --pipeline-parallel-size"
+        ways.append(f"pass {sizes} whose product is at most {here}")
+    return ", or ".join([*(ways or ["no engine fits"]), "--device cpu"])
 
 
 def counted_gpus() -> int:
