@@ -32,7 +32,7 @@ class InvokeParser(TaggedValueParser):
         closes = tuple(f"</{name}>" for name in self.sections)
         invoke, is_open = f"<{self.mark}invoke", False
         markers = Markers(*opens, *closes, invoke)
-        while marker := (yield from self._content_until(markers)):
+        while marker := (yield from self._outside(markers, closes if is_open else ())):
             if marker in closes:
                 if not is_open:
                     self._say(marker)
@@ -64,15 +64,16 @@ class InvokeParser(TaggedValueParser):
             self._hold(marker)
             attributes = (yield from self._attributes()) or {}
             if "name" not in attributes:
-                self._release()
                 break
             self._held = None
             key = attributes["name"]
             self._out.arguments(f"{lead}{quoted(key)}: ")
             lead = ", "
             marker = yield from self._tagged_value(self._value_types(name, key, attributes), ends)
-        if marker or (yield from self._peek()):
-            self._out.arguments("{}" if lead == "{" else "}")
+        if marker in (end, *closes):
+            self._end_arguments(lead)
+        else:
+            yield from self._close(lead, parameter, end, *closes)
         return marker not in closes
 
     def _value_types(self, tool: str, key: str, attributes: Mapping[str, str]) -> frozenset[str]:

@@ -54,7 +54,6 @@ class GlmParser(TaggedValueParser):
             marker = yield from self._until(_KEY_ENDS, parts.append)
             yield from self._next()
             if marker != _KEY_END or not (yield from self._accept(_VALUE)):
-                self._release()
                 break
             self._held = None
             key = "".join(parts).strip()
@@ -63,5 +62,7 @@ class GlmParser(TaggedValueParser):
             marker = yield from self._tagged_value(self._types(name, key), _VALUE_ENDS)
             if marker == _VALUE_END:
                 marker = yield from self._tag()
-        if marker == _CLOSE or (yield from self._peek()):
-            self._out.arguments("{}" if lead == "{" else "}")
+        if marker == _CLOSE:
+            self._end_arguments(lead)
+        else:
+            yield from self._close(lead, _KEY, _VALUE, _CLOSE)

@@ -34,7 +34,7 @@ class Qwen3CoderParser(TaggedValueParser):
 
     def _read(self) -> Steps[None]:
         is_open = False
-        while marker := (yield from self._content_until(_MARKERS)):
+        while marker := (yield from self._outside(_MARKERS, (_CLOSE,) if is_open else ())):
             if marker == _CLOSE:
                 if not is_open:
                     self._say(_CLOSE)
@@ -59,7 +59,6 @@ class Qwen3CoderParser(TaggedValueParser):
             self._hold(marker)
             key = (yield from self._word(_KEY)).strip()
             if not (yield from self._skip(">")):
-                self._release()
                 break
             self._held = None
             yield from self._accept("\n")
@@ -69,8 +68,10 @@ class Qwen3CoderParser(TaggedValueParser):
             marker = (yield from self._tagged_value(types, _VALUE_ENDS)).strip()
             if marker == _PARAMETER_END:
                 marker = yield from self._tag()
-        if marker in (_END, _CLOSE) or (yield from self._peek()):
-            self._out.arguments("{}" if lead == "{" else "}")
+        if marker in (_END, _CLOSE):
+            self._end_arguments(lead)
+        else:
+            yield from self._close(lead, _PARAMETER, _END, _CLOSE)
         return marker != _CLOSE
 
     def _tag(self) -> Steps[str]:
