@@ -205,7 +205,7 @@ class Generation:
         end, constraint = "", options.constraint
         if isinstance(prompt, Chat):
             end = model.tokenizer.decode(fitted[-_PROMPT_END:], skip_special_tokens=False)
-            constraint = behind_reasoning(constraint, model.output, end)
+            constraint = behind_reasoning(constraint, model.output, end, prompt.continued)
         goes_on = not isinstance(prompt, Chat) or prompt.continue_final_message
         view = PromptView(fitted, text, max_tokens, gap, constraint, goes_on)
         self.prompts.append(view)

@@ -111,14 +111,14 @@ class Reading:
 
 
 def behind_reasoning(
-    constraint: Constraint | None, form: OutputFormat, prompt: str
+    constraint: Constraint | None, form: OutputFormat, prompt: str, continued: str = ""
 ) -> Constraint | None:
     """The constraint of an answer to a chat, which holds behind the reasoning, if the model may
     reason first. Structural tags stand amid free text anyway. `prompt` is the end of the rendered
-    conversation."""
+    conversation, `continued` what it says of the answer."""
     if constraint is None or constraint.kind == "structural_tag":
         return constraint
-    found = form.reasoning_behind(prompt)
+    found = form.reasoning_behind(prompt, continued)
     if found is not None and constraint.reasoning is not None:
         return constraint  # which knows of calls, too
     return constraint._replace(reasoning=found)
@@ -133,13 +133,13 @@ def reading_of(
     if chat.must_call:
         parser = _forced(chat)
     elif constraint is None or constraint.kind == "structural_tag" or form.reads_channels:
-        return _reading(form.parser(_specs(chat), prompt), chat)
+        return _reading(form.parser(_specs(chat), prompt, chat.continued), chat)
     elif constraint.may_call and form.tools is not None:
         parser = CallsOrJson(form.tools(_specs(chat)))
     else:
         parser = None
     if constraint is not None and constraint.reasoning is not None:
-        first = form.parser((), prompt)
+        first = form.parser((), prompt, chat.continued)
         assert first is not None, "a format that reasons reads its reasoning"
         parser = first if parser is None else InTurn(first, parser)
     return _reading(parser, chat)

@@ -136,6 +136,11 @@ class Chat:
     """False: only the first call of an answer is told."""
 
     @property
+    def continued(self) -> str:
+        """The beginning of the answer, which is to be continued; empty: it is begun anew."""
+        return str(self.messages[-1]["content"]) if self.continue_final_message else ""
+
+    @property
     def size(self) -> int:
         """Characters of all messages and, about, of the tools."""
         described = sum(len(str(tool)) for tool in self.tools)

@@ -65,11 +65,14 @@ class ReasoningStyle:
     parser: type[GrammarParser]
     begins_inside: bool = False
 
-    def is_inside(self, prompt: str) -> bool:
-        """Whether an output behind `prompt` begins inside of the reasoning."""
+    def is_inside(self, prompt: str, continued: str = "") -> bool:
+        """Whether an output behind `prompt` begins inside of the reasoning. `continued` is the
+        text of the answer that it goes on with, if it does."""
         shown = None
         if issubclass(self.parser, ThinkTagsParser):
             shown = self.parser.begins_inside(prompt)
+            if shown is None and continued:
+                shown = self.parser.leaves_open(continued)
         return self.begins_inside if shown is None else shown
 
 
@@ -136,27 +139,30 @@ class OutputFormat:
         readers += [self.reasoning.parser] if self.reasoning else []
         return any(reader.needs_special_tokens for reader in readers)
 
-    def parser(self, tools: Sequence[ToolSpec], prompt: str) -> OutputParser | None:
-        """A parser for one output behind `prompt` (its end will do); None where it would only hand
-        the text on. Without `tools` no calls are looked for."""
+    def parser(
+        self, tools: Sequence[ToolSpec], prompt: str, continued: str = ""
+    ) -> OutputParser | None:
+        """A parser for one output behind `prompt` (its end will do), which may go on with the text
+        `continued`; None where it would only hand the text on. Without `tools` no calls are looked
+        for."""
         reads_calls = self.tools if tools else None
         style = self.reasoning
         if style is None or style.parser is reads_calls:
             return None if reads_calls is None else reads_calls(tools)
         first: GrammarParser
         if issubclass(style.parser, ThinkTagsParser):
-            first = style.parser(is_inside=style.is_inside(prompt))
+            first = style.parser(is_inside=style.is_inside(prompt, continued))
         else:
             first = style.parser(tools)
         return first if reads_calls is None else InTurn(first, reads_calls(tools))
 
-    def reasoning_behind(self, prompt: str) -> Reasoning | None:
+    def reasoning_behind(self, prompt: str, continued: str = "") -> Reasoning | None:
         """What may stand between `prompt` (its end will do) and an answer that follows a grammar;
-        None where nothing may."""
+        None where nothing may. `continued` as above."""
         style = self.reasoning
         if style is None:
             return None
-        return style.parser.in_front(prompt, begins_inside=style.begins_inside)
+        return style.parser.in_front(prompt, begins_inside=style.is_inside(prompt, continued))
 
 
 class InTurn:

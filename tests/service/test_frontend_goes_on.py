@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from tests.service.fake_engine import FakeEngine
-from tests.service.frontends import Stack, frontend_for, serving
+from tests.service.frontends import Stack, frontend_for, serving, stack
 from tests.waiting import PATIENCE_S
 
 SEA, TIDE = 257, 258
@@ -70,3 +70,24 @@ async def test_the_first_space_is_there_where_a_text_goes_on(tmp_path: Path, str
             assert await said(chats, messages=ASKED) == "tide sea"
             goes_on = {"continue_final_message": True, "add_generation_prompt": False}
             assert await said(chats, messages=BEGUN, **goes_on) == " sea sea"
+
+
+@pytest.mark.parametrize(
+    ("begun", "is_reasoning"), [("", True), ("It is", False), ("<think>Hm", True)]
+)
+async def test_what_goes_on_with_an_answer_is_no_reasoning(
+    tmp_path: Path, begun: str, is_reasoning: bool
+) -> None:
+    """Of a model that reasons first and whose template does not show it."""
+    turns = [{"role": "user", "content": "so"}]
+    turns += [{"role": "assistant", "content": begun}] if begun else []
+    asked = {"messages": turns, "max_tokens": 2}
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False} if begun else {}
+    async with stack(tmp_path, reasoning_parser="deepseek_r1") as served, served.http() as client:
+        chat = (await client.post("/v1/chat/completions", json={**asked, **goes_on})).json()
+        message = (await client.post("/v1/messages", json={"model": "fake", **asked})).json()
+    (choice,) = chat["choices"]
+    assert bool(choice["message"].get("content")) != is_reasoning
+    assert bool(choice["message"].get("reasoning")) == is_reasoning
+    text = "".join(block.get("text", "") for block in message["content"])
+    assert bool(text) != is_reasoning

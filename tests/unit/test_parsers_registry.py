@@ -21,6 +21,7 @@ from frontend.parsers.tools.qwen3_coder import Qwen3CoderParser
 from tests.unit.parser_driver import TOOLS, cut, in_pieces, told
 from tests.unit.template_styles import source
 from tidemill.runtime.errors import FailedPrecondition
+from tidemill.structured import Reasoning
 
 BOTH = (
     '<think>\nI need the weather.\n</think>\n\nLet me look.\n<tool_call>\n{"name": "get_weather", '
@@ -150,6 +151,30 @@ def test_the_prompt_shows_whether_reasoning_is_open(
     assert parser is not None
     parsed = parse_whole(parser, "text")
     assert (parsed.reasoning, parsed.content) == (("text", "") if is_reasoning else ("", "text"))
+
+
+@pytest.mark.parametrize(
+    ("name", "continued", "is_reasoning"),
+    [
+        ("deepseek_r1", "", True),  # the control: this model reasons first
+        ("deepseek_r1", "The answer", False),
+        ("deepseek_r1", "<think>\nHm", True),
+        ("deepseek_r1", "<think>\nHm</think>The", False),
+        ("deepseek_r1", "The tag <think>", False),
+        ("qwen3", "<think>Hm", True),
+        ("qwen3", "The answer", False),
+    ],
+)
+def test_a_text_that_goes_on_with_an_answer_is_content(
+    name: str, continued: str, is_reasoning: bool
+) -> None:
+    form, prompt = output_format("none", name, None), f"<|assistant|>{continued} so far"
+    parser = form.parser((), prompt, continued)
+    assert parser is not None
+    parsed = parse_whole(parser, " text")
+    assert (parsed.reasoning, parsed.content) == (("text", "") if is_reasoning else ("", " text"))
+    expected = Reasoning("" if is_reasoning else "<think>", "</think>")
+    assert form.reasoning_behind(prompt, continued) == expected
 
 
 def test_without_tools_no_calls_are_looked_for() -> None:

@@ -30,6 +30,11 @@ class ThinkTagsParser(GrammarParser):
         return False if tail.endswith(cls.end) else None
 
     @classmethod
+    def leaves_open(cls, answer: str) -> bool:
+        """Whether an answer, as far as it was written, begins reasoning and does not end it."""
+        return answer.lstrip().startswith(cls.start) and cls.end not in answer
+
+    @classmethod
     def in_front(cls, prompt: str, *, begins_inside: bool) -> Reasoning | None:
         """See GrammarParser."""
         is_inside = cls.begins_inside(prompt)
