@@ -192,3 +192,12 @@ def test_harmony_reads_everything_at_once(has_tools: bool) -> None:
     parsed = parse_whole(parser, "<|channel|>commentary to=functions.now<|message|>{}<|call|>")
     assert [call.name for call in parsed.calls] == (["now"] if has_tools else [])
     assert parsed.reasoning == ("" if has_tools else "{}")
+
+
+@pytest.mark.parametrize("recipient", ["functions.", "functions", "python"])
+def test_harmony_shows_a_message_to_no_tool_of_the_client_as_reasoning(recipient: str) -> None:
+    parser = output_format("openai", "openai_gptoss", None).parser(TOOLS, "")
+    assert parser is not None
+    text = f'<|channel|>commentary to={recipient} <|constrain|>json<|message|>{{"a": 1}}<|call|>'
+    parsed = parse_whole(parser, text)
+    assert (parsed.calls, parsed.content, parsed.reasoning) == ([], "", '{"a": 1}')

@@ -94,9 +94,10 @@ class HarmonyParser(GrammarParser):
         """Where a message's text goes; begins the call if it is one."""
         recipient = _RECIPIENT.search(header)
         if recipient is not None:
-            name = recipient.group(1)
-            if self._tools and (name.startswith(_FUNCTIONS) or name in self._tools):
-                self._begin(name.removeprefix(_FUNCTIONS))
+            given = recipient.group(1)
+            name = given.removeprefix(_FUNCTIONS)
+            if name and self._tools and (name != given or name in self._tools):
+                self._begin(name)
                 return self._out.arguments
             return self._think
         channel = _CHANNEL_NAME.search(header)
