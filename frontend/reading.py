@@ -19,6 +19,7 @@ from frontend.parsers.base import (
     OutputParser,
     Reasoning,
     ToolSpec,
+    new_call_id,
 )
 from frontend.parsers.calls_or_json import CallsOrJson
 from frontend.parsers.free_input import NamedInputParser
@@ -131,7 +132,7 @@ def reading_of(
     rendered conversation, `constraint` what `behind_reasoning` made."""
     parser: OutputParser | None
     if chat.must_call:
-        parser = _forced(chat)
+        parser = _forced(chat, form)
     elif constraint is None or constraint.kind == "structural_tag" or form.reads_channels:
         return _reading(form.parser(_specs(chat), prompt, chat.continued), chat)
     elif constraint.may_call and form.tools is not None:
@@ -145,11 +146,14 @@ def reading_of(
     return _reading(parser, chat)
 
 
-def _forced(chat: Chat) -> OutputParser:
+def _forced(chat: Chat, form: OutputFormat) -> OutputParser:
+    """Of calls in JSON alone, which have ids as the model's own calls do."""
+    new_id = form.tools.new_id if form.tools else new_call_id
     if not chat.called:
-        return CallListParser(_specs(chat))
+        return CallListParser(_specs(chat), new_id)
     is_text = chat.called in chat.input_formats
-    return NamedInputParser(chat.called) if is_text else NamedCallParser(chat.called)
+    named = NamedInputParser if is_text else NamedCallParser
+    return named(chat.called, new_id)
 
 
 def _reading(parser: OutputParser | None, chat: Chat) -> Reading | None:

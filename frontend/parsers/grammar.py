@@ -59,12 +59,16 @@ class GrammarParser(ABC):
     """Whether the format's markers are special tokens, which are not part of the text unless it is
     decoded with them."""
 
+    new_id: ClassVar[Callable[[], str]] = staticmethod(new_call_id)
+    """Names a call as the model's template expects it in the next turn."""
+
     def __init__(
-        self, tools: Sequence[ToolSpec] = (), new_id: Callable[[], str] = new_call_id
+        self, tools: Sequence[ToolSpec] = (), new_id: Callable[[], str] | None = None
     ) -> None:
-        """`tools` are those the client offers; `new_id` names the calls."""
+        """`tools` are those the client offers; `new_id` names the calls in place of
+        the format's own."""
         self._tools = {tool.name: tool for tool in tools}
-        self._out = Writer(new_id)
+        self._out = Writer(new_id or type(self).new_id)
         self._unread, self._at = "", 0
         self._num_dropped = 0
         """Characters of the text in front of `_unread`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -101,6 +102,23 @@ def test_a_forced_call_is_the_text(grammars: LlGrammars, written: InputFormat) -
         assert json.loads("".join(call.arguments for call in calls)) == {"input": text}
     for text in WRONG[written.syntax]:
         assert not accepts(grammars, spec, text), text
+
+
+@pytest.mark.parametrize(
+    ("name", "is_own"), [("mistral", True), ("hermes", False), ("none", False)]
+)
+@pytest.mark.parametrize(("called", "is_text"), [("edit", True), ("edit", False), ("", False)])
+def test_a_forced_call_has_an_id_as_the_models_own_calls_do(
+    name: str, is_own: bool, called: str, is_text: bool
+) -> None:
+    chat = chat_of(PATH, must_call=True, called=called)
+    chat = chat if is_text else replace(chat, input_formats={})
+    reading = reading_of(chat, output_format(name, "none", None), "")
+    assert reading is not None
+    said = reading.read('[{"name": "edit", "parameters": {}}]', is_last=True)
+    (told,) = {call.id for call in said.calls if call.id}
+    assert (len(told) == 9 and told.isalnum()) == is_own
+    assert told.startswith("call_") != is_own
 
 
 def test_among_several_it_is_json(grammars: LlGrammars) -> None:

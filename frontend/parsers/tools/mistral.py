@@ -10,9 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable, Sequence
 
-from frontend.parsers.base import ToolSpec
 from frontend.parsers.grammar import Markers, Steps
 from frontend.parsers.json_calls import JsonParser
 
@@ -30,11 +28,7 @@ class MistralParser(JsonParser):
     """Tells the forms apart by what follows the marker."""
 
     needs_special_tokens = True
-
-    def __init__(
-        self, tools: Sequence[ToolSpec] = (), new_id: Callable[[], str] = new_mistral_id
-    ) -> None:
-        super().__init__(tools, new_id)
+    new_id = staticmethod(new_mistral_id)
 
     def _read(self) -> Steps[None]:
         while marker := (yield from self._content_until(_MARKERS)):
