@@ -77,9 +77,12 @@ class Items:
         return events + self._end(status, emit)
 
     def turn(self) -> dict[str, Any]:
-        """The output as a message for chat templates, without the reasoning."""
-        texts = [one["content"][0]["text"] for one in self._items if one["type"] == "message"]
-        turn: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+        """The output as a message for chat templates, which drop the reasoning where it is old:
+        behind a call it is what the model goes on from."""
+        turn: dict[str, Any] = {"role": "assistant", "content": self._texts("message")}
+        thoughts = self._texts("reasoning")
+        if thoughts:
+            turn["reasoning_content"] = thoughts
         calls = [one for one in self._items if one["type"] in _GIVEN]
         if calls:
             turn["tool_calls"] = [
@@ -91,6 +94,9 @@ class Items:
                 for call in calls
             ]
         return turn
+
+    def _texts(self, kind: str) -> str:
+        return "".join([one["content"][0]["text"] for one in self._items if one["type"] == kind])
 
     def _say(self, text: str, emit: Emit) -> bytes:
         opened = self._open({"type": "message", "role": "assistant", "content": []}, emit)

@@ -138,9 +138,8 @@ async def test_a_conversation_goes_on_behind_a_call(tmp_path: Path, chained: boo
         )
         prompt = list(memoryview(served.engine.submits[-1].prompt_token_ids).cast("I"))
         one, two = (call.call_id for call in calls)
-        thoughts = "" if chained else "(hm é)"
         text = (
-            f"<|user|>{SAID}<|assistant|>{thoughts}It is.[{one} f {CALLS[0]['a']}]"
+            f"<|user|>{SAID}<|assistant|>(hm é)It is.[{one} f {CALLS[0]['a']}]"
             f"[{two} g {CALLS[1]['a']}]<|tool|>x[g {two}]<|tool|>y[f {one}]"
             "f:object g:object <|assistant|>"
         )
