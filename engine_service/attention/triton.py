@@ -15,10 +15,12 @@ from engine_service.attention.base import (
     LayerCache,
     zero_pages,
 )
+from engine_service.kernels.jit import shared_memory
 from engine_service.kernels.paged_attention import paged_attention_triton
 from engine_service.kernels.paged_decode import (
     Parts,
     count_splits,
+    most_rows,
     new_parts,
     paged_decode_triton,
     short_rows,
@@ -70,8 +72,9 @@ class TritonBackend(AttentionBackend):
             mask_block=batch.mask_block,
             page_table=batch.page_table,
         )
-        group_size = self.shape.group_size
-        block_m, long_queries = short_rows(batch.max_query_len, group_size), None
+        group_size, shared = self.shape.group_size, shared_memory(batch.kv_lens.device)
+        most = most_rows(self.shape.head_dim, self.shape.dtype, shared)
+        block_m, long_queries = short_rows(batch.max_query_len, group_size, most), None
         if block_m is None:
             long_queries = 0
             if _short_beside_long(batch, _MIXED_ROWS // group_size):
@@ -85,6 +88,7 @@ class TritonBackend(AttentionBackend):
                 self.shape.dtype,
                 num_programs,
                 batch.max_kv_len,
+                shared,
             )
             parts = self._parts(batch, window, block_m)
         return TritonPlan(spans, window, short, parts, batch.uniform_query_len == 1, long_queries)

@@ -11,6 +11,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ import torch
 __all__ = [
     "HAS_TRITON",
     "INTERPRETED",
+    "MOST_SHARED",
+    "MUCH_SHARED",
     "fitting_stages",
     "give_up_kernels",
     "in_one_line",
@@ -26,6 +29,8 @@ __all__ = [
     "kernel_fault",
     "overlaps_launches",
     "runs_triton",
+    "shared_memory",
+    "shared_of",
     "tl",
     "triton",
 ]
@@ -70,20 +75,33 @@ def overlaps_launches(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-_LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
-"""Compute capabilities with 99 KiB of shared memory for a program; the others have 163 and more."""
+MOST_SHARED = 227 << 10
+"""Bytes of shared memory for a program on compute capabilities 9.0 and 10.0."""
+MUCH_SHARED = 163 << 10
+"""No less is much, and tiles of several stages fit."""
+_SHARED = MappingProxyType(
+    {(8, 0): MUCH_SHARED, (8, 7): MUCH_SHARED}
+    | dict.fromkeys([(8, 6), (8, 9), (12, 0), (12, 1)], 99 << 10)
+)
+"""By compute capability; the others have the most."""
+
+
+def shared_of(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory that a program may use."""
+    return _SHARED.get(capability, MOST_SHARED)
 
 
 @lru_cache(maxsize=8)
-def _has_little_shared_memory(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) in _LITTLE_SHARED_MEMORY
+def shared_memory(device: torch.device) -> int:
+    """`shared_of` a device; the interpreter has the most."""
+    if device.type != "cuda":
+        return MOST_SHARED
+    return shared_of(torch.cuda.get_device_capability(device))
 
 
 def fitting_stages(num_stages: int, device: torch.device) -> int:
     """`num_stages` of a software pipeline, or two where the tiles of more do not fit."""
-    if device.type == "cuda" and _has_little_shared_memory(device):
-        return min(num_stages, 2)
-    return num_stages
+    return num_stages if shared_memory(device) >= MUCH_SHARED else min(num_stages, 2)
 
 
 _LEAST_CAPABILITY = (8, 0)

@@ -13,7 +13,14 @@ from typing import NamedTuple
 
 import torch
 
-from engine_service.kernels.jit import fitting_stages, jit, tl
+from engine_service.kernels.jit import (
+    MOST_SHARED,
+    MUCH_SHARED,
+    fitting_stages,
+    jit,
+    shared_memory,
+    tl,
+)
 from engine_service.kernels.paged_tiles import (
     Keys,
     Pages,
@@ -32,8 +39,10 @@ from engine_service.kernels.paged_tiles import (
 )
 
 
-def long_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    """The default cut."""
+def long_tiles(head_dim: int, dtype: torch.dtype, shared: int = MOST_SHARED) -> Tiles:
+    """The default cut for a device with `shared` bytes of shared memory for a program."""
+    if head_dim > 128 and shared < MUCH_SHARED:
+        return Tiles(32, 16, 4, 2) if dtype == torch.float32 else Tiles(64, 32, 4, 2)
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 2) if head_dim > 128 else Tiles(64, 32, 8, 2)
     return Tiles(128, 32, 8, 2) if head_dim > 128 else Tiles(128, 64, 8, 3)
@@ -121,7 +130,7 @@ def paged_attention_triton(
     float32, bfloat16, float16; D up to 256, H / K up to 64. Rows of queries outside every span are
     not written, nor are those of spans of fewer than `min_queries`.
     """
-    tiles = tiles or long_tiles(q_THD.shape[2], q_THD.dtype)
+    tiles = tiles or long_tiles(q_THD.shape[2], q_THD.dtype, shared_memory(q_THD.device))
     out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     rows, pages = operands(q_THD, out, k, v, scale)
     built = build(q_THD, k, window=window, tiles=tiles)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from engine_service.kernels.arrivals import came_last
-from engine_service.kernels.jit import fitting_stages, jit, tl, triton
+from engine_service.kernels.jit import MOST_SHARED, MUCH_SHARED, fitting_stages, jit, tl, triton
 from engine_service.kernels.paged_tiles import (
     MAX_ROWS,
     Keys,
@@ -61,10 +61,18 @@ class Parts(NamedTuple):
     """[S, K] int32: splits that have handed over; 0 between launches."""
 
 
-def short_rows(max_query_len: int, group_size: int) -> int | None:
-    """Rows of a tile that holds a span's queries for a group of heads; None when none does."""
+def most_rows(head_dim: int, dtype: torch.dtype, shared: int = MOST_SHARED) -> int:
+    """Rows of the largest tile that fits a device with `shared` bytes of shared memory for a
+    program: 128 of wide heads in float32 take 169 KiB."""
+    is_wide = head_dim > 128 and dtype == torch.float32
+    return MAX_ROWS // 2 if is_wide and shared < MOST_SHARED else MAX_ROWS
+
+
+def short_rows(max_query_len: int, group_size: int, most: int = MAX_ROWS) -> int | None:
+    """Rows of a tile that holds a span's queries for a group of heads; None when none of up to
+    `most` does."""
     rows = max(16, 1 << (max_query_len * group_size - 1).bit_length())
-    return rows if rows <= MAX_ROWS else None
+    return rows if rows <= most else None
 
 
 def short_tiles(
@@ -73,11 +81,19 @@ def short_tiles(
     dtype: torch.dtype,
     num_programs: int = 1,
     max_kv_len: int | None = None,
+    shared: int = MOST_SHARED,
 ) -> Tiles:
     """The default cut for `short_rows`. `num_programs`, spans times key-value heads, decides
     whether tiles with fewer loads in flight, or fewer keys, let all of them run at once;
     `max_kv_len`, None where it is not known, whether one of them with many keys would then be late.
+    Those of up to `most_rows` fit `shared` bytes of shared memory.
     """
+    if shared < MUCH_SHARED:
+        # Wide heads in float32 have no such tile at all (`most_rows`).
+        if block_m == 128 and (head_dim > 128) != (dtype == torch.float32):
+            return Tiles(block_m, 16, 8, 2)
+        if block_m == 64 and head_dim > 128 and dtype == torch.float32:
+            return Tiles(block_m, 16, 8, 1)
     if dtype == torch.float32:
         return Tiles(block_m, 16 if head_dim > 128 else 32, 4 if block_m < 64 else 8, 2)
     has_few = max_kv_len is not None and max_kv_len <= _FEW_KEYS

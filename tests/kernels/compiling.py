@@ -108,6 +108,8 @@ driver.set_active(_DEVICE)
 JITFunction.run = _compile
 # Before kernel files take it from there: tensors of the CPU say no.
 jit.overlaps_launches = lambda device: _OVERLAPS
+_SHARED = max(jit.shared_of((one // 10, one % 10)) for one in CAPABILITIES)
+jit.shared_memory = lambda device: _SHARED
 
 
 @pytest.hookimpl(wrapper=True)

@@ -288,6 +288,19 @@ def test_backend(longest: int, seed: int) -> None:
     close(got, step.want())
 
 
+def test_backend_takes_the_long_kernel_where_no_short_tile_fits(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = problem(ragged(seed, 8, 200, count=3), seed)
+    plan = TritonBackend(step.shape).plan(step.batch, window=None)
+    assert plan.short is not None, "the control"
+    monkeypatch.setattr(triton, "most_rows", lambda *_: 0)
+    backend = TritonBackend(step.shape)
+    plan = backend.plan(step.batch, window=None)
+    assert (plan.short, plan.long_queries) == (None, 0)
+    close(backend.attend(step.q, cache=step.cache, plan=plan, scale=SCALE), step.want())
+
+
 def test_short_queries_beside_long_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kernel computes its spans and leaves the other's alone, whatever their order."""
     monkeypatch.setattr(triton, "_WORTH_KEYS", 300)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from engine_service.kernels import paged_decode
+from engine_service.kernels import jit, paged_decode
 
 pytest.importorskip("triton", reason="needs Triton's compiler")
 
@@ -76,6 +76,17 @@ def test_a_multiprocessor_holds_as_many_programs_as_splits_count_on(tmp_path: Pa
         by_memory = MULTIPROCESSOR["shared"] // (line["shared"] + 1024)
         fitting.append(min(by_registers, by_memory))
     assert fitting == [held for _, held in sorted(paged_decode._PROGRAMS_PER_SM.items())], lines
+
+
+@pytest.mark.slow
+def test_tiles_fit_where_shared_memory_is_small(tmp_path: Path) -> None:
+    """Triton refuses to launch those that do not. The second one is cut for larger devices."""
+    room = jit.shared_of((8, 9))
+    lines = compiled(tmp_path, (89,), "tests/kernels/compiled_cuts.py")
+    assert [line["error"] for line in lines] == [None] * 6
+    _, control, *_ = sizes = [line["shared"] for line in lines]
+    assert [size <= room for size in sizes] == [True, False, True, True, True, True], sizes
+    assert control <= jit.MOST_SHARED
 
 
 def test_control_a_kernel_that_does_not_compile_is_told(tmp_path: Path) -> None:
