@@ -140,13 +140,15 @@ def give_up_kernels(device: torch.device, fault: str) -> None:
 def is_kernel_failure(error: BaseException) -> bool:
     """Whether a kernel could not be built, loaded or launched, rather than anything else.
 
-    Triton raises its own class, except for its launcher's C compiler and for the driver's answers.
+    Triton raises its own class, except for its launcher's C compiler, for the driver's answers and
+    for passes of its compiler.
     """
     if triton is None:
         return False
     own = isinstance(error, triton.errors.TritonError | subprocess.CalledProcessError)
     text = str(error)
-    return own or text.startswith("Triton Error") or "C compiler" in text
+    told = ("C compiler", "PassManager::run failed")
+    return own or text.startswith("Triton Error") or any(words in text for words in told)
 
 
 def in_one_line(error: BaseException) -> str:

@@ -45,6 +45,7 @@ def test_a_working_gpu_runs_all_formats_but_float64(gpu: pytest.MonkeyPatch) -> 
         (RuntimeError("Failed to find C compiler.\n Please"), "find C compiler. Please"),
         (subprocess.CalledProcessError(1, ["/usr/bin/gcc", "x.c"]), "python3-dev): /usr/bin/gcc"),
         (RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), "image is invalid"),
+        (RuntimeError("PassManager::run failed"), "RuntimeError: PassManager::run failed"),
     ],
 )
 def test_a_kernel_that_does_not_run_is_told_and_asked_once(
