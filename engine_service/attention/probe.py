@@ -15,6 +15,7 @@ from engine_service.attention.base import AttentionBackend, AttentionBatch, Laye
 from engine_service.attention.reference import ReferenceBackend
 from engine_service.core.step import Span
 from engine_service.kernels.jit import in_one_line
+from engine_service.out_of_memory import is_out_of_memory
 
 _PROMPTS = (Span(0, 0, 70, 70, 1, 0, 0), Span(1, 0, 3, 3, 1, 0, 0))
 _NEXT_TOKENS = (Span(0, 69, 70, 70, 1, 0, 0), Span(1, 2, 3, 3, 1, 0, 0))
@@ -29,7 +30,7 @@ def probe(
 ) -> str | None:
     """What is wrong with the library here, in one line, or None.
 
-    Memory that runs out is no fault of the library: OutOfMemoryError is raised.
+    Memory that runs out is no fault of the library: that error is raised.
     Two prompts and one token behind each are computed for every sliding window, with the model's
     heads, pages and number format.
     """
@@ -54,9 +55,9 @@ def probe(
                 fault = _fault(backend, cache, batch, queries[: len(batch.positions)], window)
                 if fault is not None:
                     return fault
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return in_one_line(error)
     return None
 

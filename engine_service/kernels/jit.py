@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from engine_service.out_of_memory import is_out_of_memory
+
 __all__ = [
     "HAS_TRITON",
     "INTERPRETED",
@@ -125,7 +127,8 @@ def kernel_fault(device: torch.device) -> str | None:
     """Why Triton's kernels do not run on `device`, in one line, or None.
 
     The first question about a CUDA device compiles and runs a kernel of one line there and waits
-    for it, so it must come before a graph is captured. The answer stays.
+    for it, so it must come before a graph is captured. The answer stays; memory that runs out is
+    none, and raised.
     """
     if device not in _FAULTS:
         _FAULTS[device] = _find_fault(device)
@@ -182,6 +185,8 @@ def _find_fault(device: torch.device) -> str | None:
     try:
         doubled = _doubled_ones(device)
     except Exception as error:
+        if is_out_of_memory(error):
+            raise  # it says nothing about kernels, and this answer stays
         return in_one_line(error)
     return None if bool((doubled == 2.0).all()) else "Triton's kernels compute wrong numbers"
 

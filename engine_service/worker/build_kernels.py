@@ -22,6 +22,7 @@ import torch
 from engine_service.core.step import Span, granularity
 from engine_service.kernels.jit import in_one_line, is_kernel_failure, runs_triton
 from engine_service.models.base import ModelTraits
+from engine_service.out_of_memory import is_out_of_memory
 from engine_service.resolve import ResolvedConfig
 from engine_service.sampling.batch import Wants
 from engine_service.staging import stage as put
@@ -111,7 +112,7 @@ def _try(
     try:
         _run(program, spans, resolved, kinds)
     except Exception as error:
-        if not is_kernel_failure(error):
+        if is_out_of_memory(error) or not is_kernel_failure(error):
             raise
         _LOG.warning(
             "requests that come to a step of %d spans and %d tokens will end this engine: %s",

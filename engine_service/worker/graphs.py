@@ -19,6 +19,7 @@ import torch
 
 from engine_service.core.step import Span
 from engine_service.launching import launch_bound
+from engine_service.out_of_memory import is_out_of_memory
 from engine_service.sampling.batch import DecideResult, Wants
 from engine_service.staging import Arena
 from engine_service.worker.batch import DecidePart, bind_batch, columns_of
@@ -34,7 +35,6 @@ from engine_service.worker.checkpoint import Report
 from engine_service.worker.layout import StepLayout, lay_out
 from engine_service.worker.padding import pad, pad_forward, padding_forward
 from engine_service.worker.program import States, StepProgram
-from engine_service.worker.shortage import is_out_of_memory
 
 _LOG = logging.getLogger("tidemill.rank")
 

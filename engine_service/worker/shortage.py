@@ -1,11 +1,9 @@
-"""Memory that runs out: how such a failure is recognised, and what an operator is told to change.
+"""Memory that runs out: what an operator is told to change.
 
 It does not know what was computed; whoever ran out says in which stage.
 """
 
 from __future__ import annotations
-
-import errno
 
 import torch
 
@@ -17,21 +15,6 @@ from engine_service.worker.checkpoint import Checkpoint
 from tidemill.runtime.errors import EngineDead, InvalidRequest
 
 _GIB = 1 << 30
-_WORDS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Of RuntimeErrors: the driver's, the CPU allocator's, and a library's without its workspace."""
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out, also where cleaning up after that failed with another error."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return True
-        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-            return True
-        if isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS):
-            return True
-        error = error.__context__
-    return False
 
 
 def start_up_shortage(advice: str, device: torch.device, free: int) -> InvalidRequest:

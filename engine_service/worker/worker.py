@@ -24,6 +24,7 @@ from engine_service.distributed import FIRST, Group, Place, Store, meet
 from engine_service.kernels.jit import is_kernel_failure, kernel_fault
 from engine_service.models.base import CausalModel, ModelTraits
 from engine_service.models.sharing import check_fit
+from engine_service.out_of_memory import is_out_of_memory
 from engine_service.resolve import resolve
 from engine_service.worker.alike import check_alike
 from engine_service.worker.buckets import Bucket, buckets_of
@@ -47,7 +48,6 @@ from engine_service.worker.rank_pages import RankPages, read_layout
 from engine_service.worker.runner import Runner, StepHandle
 from engine_service.worker.shortage import (
     graphs_advice,
-    is_out_of_memory,
     pool_advice,
     profile_advice,
     start_up_shortage,

@@ -65,6 +65,22 @@ def test_a_kernel_that_does_not_run_is_told_and_asked_once(
     assert not jit.is_kernel_failure(RuntimeError("CUDA error: an illegal memory access"))
 
 
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("full"), RuntimeError("Triton Error [CUDA]: out of memory")]
+)
+def test_memory_that_runs_out_says_nothing_about_kernels(
+    error: Exception, gpu: pytest.MonkeyPatch
+) -> None:
+    def fail(device: torch.device) -> torch.Tensor:
+        raise error
+
+    with gpu.context() as full:
+        full.setattr(jit, "_doubled_ones", fail)
+        with pytest.raises(type(error), match=str(error).split("[")[0]):
+            jit.kernel_fault(CUDA)
+    assert jit.kernel_fault(CUDA) is None, "it is asked again"
+
+
 def test_other_reasons_against_kernels(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(jit, "_doubled_ones", lambda device: torch.ones(4))
     assert jit.kernel_fault(CUDA) == "Triton's kernels compute wrong numbers"

@@ -11,6 +11,7 @@ import pytest
 from engine_service.worker import build_kernels as ahead
 from engine_service.worker.build_kernels import typical_steps
 from tidemill import LLM, SamplingParams
+from tidemill.runtime.errors import InvalidRequest
 
 KINDS = (
     {"temperature": 0.0},
@@ -69,6 +70,9 @@ def test_a_kernel_that_cannot_be_built_is_told(
     assert f"8 spans and 8 tokens will end this engine: RuntimeError: {failure}" in caplog.text
     failure = "something else"
     with pytest.raises(RuntimeError, match=failure):
+        tokens("demo")
+    failure = "Triton Error [CUDA]: out of memory"
+    with pytest.raises(InvalidRequest, match="pass less --num-pages"):
         tokens("demo")
 
 

@@ -177,6 +177,20 @@ def test_the_probe_says_what_is_wrong(kind: type[Stub], told: str) -> None:
     assert probe(Stub(SHAPE), CPU, windows=[None]) is None
 
 
+@pytest.mark.parametrize(
+    "text", ["CUDA error: out of memory", "Triton Error [CUDA]: out of memory"]
+)
+def test_memory_that_runs_out_is_no_librarys_fault(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(out: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(Stub, "fault", staticmethod(full))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        probe(Stub(SHAPE), CPU, windows=[None])
+
+
 @pytest.fixture
 def cuda_like(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """`open_backend` believes in a GPU with two libraries, and computes on the CPU."""

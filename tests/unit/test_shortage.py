@@ -18,9 +18,9 @@ from engine_service.attention.select import create_backend
 from engine_service.config import EngineConfig
 from engine_service.core.messages import Fatal
 from engine_service.distributed import Group
+from engine_service.out_of_memory import is_out_of_memory
 from engine_service.worker import graphs, memory, worker
 from engine_service.worker.buckets import Bucket
-from engine_service.worker.shortage import is_out_of_memory
 from engine_service.worker.worker import Worker
 from tests.service.test_engine_rank import MODEL
 from tidemill.llm import LLM
