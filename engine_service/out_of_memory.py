@@ -6,8 +6,14 @@ import errno
 
 import torch
 
-_WORDS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Of RuntimeErrors: the driver's, the CPU allocator's, and a library's without its workspace."""
+_WORDS = (
+    "out of memory",
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+)
+"""Of RuntimeErrors: the driver's, the CPU allocator's, and a library's without its workspace or,
+where the device is full, its handle."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -22,6 +22,7 @@ from engine_service.attention.base import (
     LayerCache,
 )
 from engine_service.kernels.cute_dsl import keep_compiled
+from engine_service.out_of_memory import is_out_of_memory
 
 _LOG = logging.getLogger("tidemill.rank")
 
@@ -50,7 +51,8 @@ class FlashBackend(AttentionBackend):
     host, as captured ones do not, go there.
 
     A failure before the first success is raised, so that a check at start-up sees it. A later one
-    (a variant that does not compile) turns FlashAttention off for good, with one warning.
+    (a variant that does not compile) turns FlashAttention off for good, with one warning; memory
+    that runs out is no failure of its own and is always raised.
     """
 
     name = "flash"
@@ -92,7 +94,7 @@ class FlashBackend(AttentionBackend):
         try:
             out = self._call(q_THD, cache, plan, scale)
         except Exception as error:
-            if not self._proven:
+            if not self._proven or is_out_of_memory(error):
                 raise
             self._broken = True
             _LOG.warning(

@@ -23,6 +23,7 @@ from engine_service.kernels.activation import silu_mul_ref
 from engine_service.kernels.cute_dsl import keep_compiled
 from engine_service.kernels.jit import in_one_line
 from engine_service.kernels.waves import Block, count_waves, filled
+from engine_service.out_of_memory import is_out_of_memory
 
 _LOG = logging.getLogger("tidemill.rank")
 
@@ -240,9 +241,9 @@ class Quack:
                 concat_layout=("B",),
                 config=self._configs[tile],
             )
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             return in_one_line(error)
         return None
 

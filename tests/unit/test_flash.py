@@ -266,6 +266,25 @@ def test_a_failure_before_the_first_success_is_raised(seed: int) -> None:
         attend_steps(Counted(call), table, [[causal(0, 0, 80)]], None)
 
 
+def test_memory_that_runs_out_leaves_it_on(seed: int) -> None:
+    """An engine that ends for want of memory says so, not that FlashAttention has failed."""
+
+    def call(*args: Any) -> torch.Tensor:
+        if backend.broken_from_here:
+            raise torch.OutOfMemoryError("full")
+        return computed_call(*args)
+
+    table, backend = PageTable(1, 80, SHAPE.page_size, seed), Counted(call)
+    steps = [[causal(0, 0, 80)]]
+    want = attend_steps(backend, table, steps, None)
+    backend.broken_from_here = True
+    with pytest.raises(torch.OutOfMemoryError):
+        attend_steps(backend, table, steps, None)
+    backend.broken_from_here = False
+    torch.testing.assert_close(attend_steps(backend, table, steps, None), want)
+    assert backend.long == 3
+
+
 def test_a_shifted_window_shows(seed: int) -> None:
     """Negative control: a library that sees one key more than asked differs."""
 
