@@ -8,7 +8,7 @@ import torch
 
 from engine_service.distributed import Group
 from engine_service.kernels.jit import give_up_kernels, in_one_line, kernel_fault
-from tidemill.runtime.errors import InvalidRequest
+from tidemill.runtime.errors import InvalidRequest, Unsupported
 
 _LOG = logging.getLogger("tidemill.rank")
 _FAILURES_S = 60.0
@@ -62,14 +62,32 @@ def check_devices(name: str, num_ranks: int, num_all: int | None = None) -> None
 
 
 def open_device(name: str, local_rank: int = 0) -> torch.device:
-    """`pick_device`, made this process's own; a warning where Triton does not work on it."""
+    """`pick_device`, made this process's own; a warning where Triton does not work on it. Raises
+    Unsupported where torch itself does not."""
     device = pick_device(name, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        _try_torch(device)
         # float32 means IEEE float32 here, whatever the process chose before.
         torch.set_float32_matmul_precision("highest")
         tell_kernel_fault(device)
     return device
+
+
+def _try_torch(device: torch.device) -> None:
+    """Without this a GPU that torch was not built for fails in some stage, by a bare CUDA error."""
+    try:
+        torch.ones(1, device=device).add_(1).item()
+    except RuntimeError as error:
+        if "no kernel image" not in str(error):
+            raise
+        major, minor = torch.cuda.get_device_capability(device)
+        raise Unsupported(
+            f"torch {torch.__version__} has no kernels for {device}, of compute capability "
+            f"{major}.{minor}, only for {', '.join(torch.cuda.get_arch_list())}: install a build of"
+            " torch for this GPU, or pass another --device",
+            param="device",
+        ) from error
 
 
 def agree_on_kernels(device: torch.device, group: Group) -> None:
