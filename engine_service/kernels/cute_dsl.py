@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -30,6 +31,9 @@ def keep_compiled(environ: MutableMapping[str, str] = os.environ) -> None:
         home = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         for folder in wanted.values():
             (home / "tidemill" / folder).mkdir(parents=True, exist_ok=True)
+            # That it is there does not say that this user may write in it.
+            with tempfile.NamedTemporaryFile(dir=home / "tidemill" / folder):
+                pass
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         _LOG.warning("compiled kernels are not kept, set %s: %s", " and ".join(wanted), error)
         return

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,3 +51,25 @@ def test_a_folder_that_cannot_be_made_is_told_and_nothing_is_changed(
         keep_compiled(environ)
     assert environ == {"XDG_CACHE_HOME": str(tmp_path)}
     assert f"not kept, set {FLASH} and {QUACK}" in caplog.text
+
+
+def test_a_folder_that_is_there_but_cannot_be_written_is_told_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of both is enough: libraries then keep what they keep by themselves."""
+    real = tempfile.NamedTemporaryFile
+
+    def refused(dir: Path) -> Any:
+        if dir.name == "quack":
+            raise OSError(errno.EROFS, "Read-only file system", str(dir))
+        return real(dir=dir)
+
+    said = {"XDG_CACHE_HOME": str(tmp_path)}
+    keep_compiled(control := dict(said))
+    assert KEEPS in control
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refused)
+    with caplog.at_level(logging.WARNING, "tidemill.rank"):
+        keep_compiled(environ := dict(said))
+    assert environ == said
+    assert f"not kept, set {FLASH} and {QUACK}: [Errno 30] Read-only" in caplog.text
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "nothing is left behind"
