@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -220,14 +220,18 @@ class StepGraphs:
         graph, _ = self._record(forward)
         return graph
 
+    @cached_property
+    def _side(self) -> torch.cuda.Stream:
+        """One for all: a library's workspace stays with every stream that it has run on."""
+        return torch.cuda.Stream()
+
     def _record(self, work: Callable[[], _Made]) -> tuple[torch.cuda.CUDAGraph, _Made]:
         """Runs `work` once, so that kernels are compiled and libraries have their workspaces, and
         then while a graph is captured; returns what the graph will fill."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
             work()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             made = work()

@@ -6,9 +6,11 @@ from __future__ import annotations
 import errno
 import json
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -166,6 +168,27 @@ def test_eager_by_flag_or_by_attention_means_no_sizes_to_capture() -> None:
     assert executor._list_buckets(config, triton, False)  # control
     assert executor._list_buckets(replace(config, enforce_eager=True), triton, False) == []
     assert executor._list_buckets(config, sdpa, False) == []
+
+
+def test_all_steps_run_ahead_of_their_capture_on_one_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each other one would keep a workspace of cuBLAS for good."""
+    made: list[Mock] = []
+    used: list[object] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: made.append(Mock()) or made[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda side: used.append(side) or nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    ours, other = (graphs.StepGraphs.__new__(graphs.StepGraphs) for _ in range(2))
+    ours._pool = other._pool = None
+    for _ in range(3):
+        assert ours._record(lambda: 5)[1] == 5
+    assert len(made) == 1
+    assert used == made * 3
+    other._record(lambda: 5)
+    assert len(made) == 2, "the control"
 
 
 def test_of_several_ranks_none_does_without_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
