@@ -235,6 +235,7 @@ class Worker:
             give_up_together(self.device, self.group, error)
         else:
             return backend, buckets, cache_aside, room
+        del backend, cache_aside  # what they hold would be missing beside the next ones
         return self._profile(config, model)
 
     def _create_backend(self, config: EngineConfig) -> AttentionBackend:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import subprocess
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,12 +107,14 @@ def test_a_kernel_that_fails_in_the_profile_is_done_without(
     monkeypatch.setattr(jit, "_FAULTS", {CPU: None})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    real, tried = worker.find_room, []
+    real, tried, kept = worker.find_room, [], []
 
     def find_room(*args: Any) -> Any:
         tried.append(args[3].name)
+        kept.append(weakref.ref(args[3]))
         if len(tried) == 1:
             raise jit.triton.runtime.errors.OutOfResources(200_000, 101_376, "shared memory")
+        assert [backend() is None for backend in kept] == [True, False], "the first is given up"
         return real(*args)
 
     config = {"device": "cpu", "max_model_len": 64, "max_rows": 2}
