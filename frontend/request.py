@@ -138,7 +138,7 @@ class Chat:
     @property
     def continued(self) -> str:
         """The beginning of the answer, which is to be continued; empty: it is begun anew."""
-        return str(self.messages[-1]["content"]) if self.continue_final_message else ""
+        return str(self.messages[-1].get("content") or "") if self.continue_final_message else ""
 
     @property
     def size(self) -> int:
