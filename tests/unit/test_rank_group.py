@@ -222,13 +222,16 @@ def test_hosts_of_different_sizes_agree_that_there_are_no_peers(
 def test_an_engine_that_is_refused_behind_loading_keeps_no_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else the error that a user's program keeps would keep the followers too."""
+    """Else the error that a user's program keeps would keep the followers too. What can be known
+    before is refused before any is started."""
+    opened: list[str] = []
     closed: list[str] = []
 
     class Opened:
         rank_times = None
 
         def __init__(self, config: EngineConfig, size: int, report: Any, **options: Any) -> None:
+            opened.append("the group")
             self.own = open_worker(config, report, place=FIRST)
 
         def close(self) -> None:
@@ -238,7 +241,15 @@ def test_an_engine_that_is_refused_behind_loading_keeps_no_rank(
     config = replace(CONFIG, default_method="sideways")
     with pytest.raises(InvalidRequest, match="default_method 'sideways'"):
         compose(config, lambda *stage: None)
-    assert closed == ["the group"]
+    assert not opened
+
+    def refuse(*_: object) -> None:
+        raise InvalidRequest("found out late")
+
+    monkeypatch.setattr(parts, "_facts", refuse)
+    with pytest.raises(InvalidRequest, match="found out late"):
+        compose(CONFIG, lambda *stage: None)
+    assert opened == closed == ["the group"]
 
 
 def test_nobody_adds_by_a_kernel_where_kernels_have_been_given_up(
