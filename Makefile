@@ -76,7 +76,7 @@ build/grpc_cpp/chat: $(wildcard examples/grpc_cpp/* proto/tidemill/v1/*)
 	@touch $@
 
 test-slow: setup ## long tests (soaks, the wheel, images), then promised figures by themselves
-	$(PYTEST) -n 3 $(BY_FILE) -m "slow and not gpu and not alone" --timeout=600 $(SLOW)
+	$(PYTEST) -n 2 $(BY_FILE) -m "slow and not gpu and not alone" --timeout=600 $(SLOW)
 	$(PYTEST) -m "slow and not gpu and alone" --timeout=600 $(SLOW)
 
 test-gpu: setup ## tests that need a CUDA device
