@@ -109,9 +109,10 @@ def _check_split(config: EngineConfig, hosts: Hosts, report: Report) -> None:
     group = Group(0, config.tensor_parallel_size, whole_experts=config.expert_parallel)
     if folder_of(config.model) is not None:
         check_files(config, checkpoint, group)
+    else:  # they may not be here yet
+        sampling_defaults(config, checkpoint.generation_config)
     room = {"most_ranks": hosts.most_ranks(), "num_nodes": hosts.num_nodes}
     check_fit(checkpoint.hf_config, traits, group, config.pipeline_parallel_size, **room)
-    sampling_defaults(config, checkpoint.generation_config)
     strategies = {made.name: made for made in make_strategies(traits)}
     read_knobs(config, strategies.get(_default_method(config, traits, strategies)))
 

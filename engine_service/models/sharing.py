@@ -35,7 +35,7 @@ def check_fit(
     ]
     advice = f"pass {'one of ' * (len(fitting) > 1)}{', '.join(fitting)}"
     if not fitting:
-        given = [f"--nnodes {num_nodes}"] * (num_nodes > 1)
+        given = [f"{num_nodes} nodes"] * (num_nodes > 1)
         given += [f"--pipeline-parallel-size {num_stages}"] * (num_stages > 1)
         given += ["--expert-parallel"] * group.whole_experts
         advice = f"with {' and '.join(given)} no size up to {most_ranks} ranks does: change that"

@@ -26,7 +26,8 @@ class NodeHosts(SeveralHosts):
             ends_silent_leader=ends_silent_leader,
         )
         self._node, self._secret = node, read_token(config)
-        self.num_nodes = node.count
+        # Of torchrun a node is one process: there are as many as ranks, whatever their number.
+        self.num_nodes = 1 if config.executor == "torchrun" else node.count
 
     def gather(self, report: Report) -> None:
         self.check()

@@ -61,7 +61,7 @@ def test_exactly_what_is_advised_is_taken(name: str, seed: int) -> None:
     [
         (3, 1, {}, r"pass one of 1, 2, 4$"),
         (3, 1, {"most_ranks": 3}, r"pass one of 1, 2$"),
-        (3, 1, {"num_nodes": 3}, r"with --nnodes 3 no size up to 64 ranks does: change that$"),
+        (3, 1, {"num_nodes": 3}, r"with 3 nodes no size up to 64 ranks does: change that$"),
         (3, 32, {}, r"pass one of 1, 2$"),
         (3, 8, {"most_ranks": 4}, r"with --pipeline-parallel-size 8 no size up to 4 ranks does"),
     ],
