@@ -7,6 +7,7 @@ to decide and hands back what was decided. Steps that fit a captured CUDA graph 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,9 +52,15 @@ class Runner:
         self._graphs = graphs
         self._telling = Telling(program.model.traits, program.strategies)
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Starts a step; on an asynchronous device it returns before the step is done."""
+        device = self._tables.device
+        # CUDA's current device is the thread's own, and a library is called from any.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return self._launch(plan)
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> StepHandle:
         self._tables.apply(plan.new_rows, plan.page_appends, plan.masks)
         self._admit(plan.new_rows)
         num_own = len(plan.own_spans)
