@@ -11,6 +11,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -109,6 +110,13 @@ def zero_pages(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     return torch.frombuffer(untouched, dtype=dtype).view(size)
 
 
+class FewQueries(NamedTuple):
+    """The spans of at most `most` queries of a step that has others too, planned by themselves."""
+
+    most: int
+    plan: object
+
+
 class AttentionBackend(ABC):
     """One attention library. Stateless between steps apart from what `plan` returns."""
 
@@ -136,6 +144,23 @@ class AttentionBackend(ABC):
         self, q_THD: torch.Tensor, *, cache: LayerCache, plan: object, scale: float
     ) -> torch.Tensor:
         """[T, H, D]; the step's own keys and values are in the cache already."""
+
+    def plan_few(self, batch: AttentionBatch, *, window: int | None) -> FewQueries | None:
+        """For `attend_few`, beside a library that is slow with few queries; None where one launch
+        more does not pay, or where this library has none for them."""
+        return None
+
+    def attend_few(
+        self,
+        q_THD: torch.Tensor,
+        *,
+        cache: LayerCache,
+        plan: object,
+        scale: float,
+        out_THD: torch.Tensor,
+    ) -> None:
+        """Writes the rows of `FewQueries` and leaves the others as they are."""
+        raise NotImplementedError(f"{self.name} plans no spans of few queries by themselves")
 
     def store(
         self,

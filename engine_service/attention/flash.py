@@ -1,15 +1,16 @@
 """The FlashAttention libraries for long queries; short ones go to another backend.
 
 Prompts are where they are fastest, and causal or unmasked is all they know. Block-causal prompts,
-mixed masks and short queries are somebody else's: which backend that is, is handed in. It does not
-know which libraries are installed.
+mixed masks and short queries are somebody else's, those beside prompts too: which backend that is,
+is handed in. It does not know which libraries are installed.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from engine_service.attention.base import (
     AttentionShape,
     LayerCache,
 )
+from engine_service.core.step import Span
 from engine_service.kernels.cute_dsl import keep_compiled
 from engine_service.out_of_memory import is_out_of_memory
 
@@ -36,10 +38,15 @@ class FlashPlan(NamedTuple):
     """A step that FlashAttention computes."""
 
     batch: AttentionBatch
+    """The spans that it computes: the step's first ones."""
     window: int | None
     causal: bool
     """The last query of a span sees its last key, each one before it a key less; False: every
     query sees all keys of its span."""
+    step: AttentionBatch
+    """All spans."""
+    few: object | None = None
+    """How the other backend computes those of few queries; None: there is none behind `batch`."""
 
 
 FlashCall = Callable[[torch.Tensor, LayerCache, FlashPlan, float], torch.Tensor]
@@ -70,10 +77,12 @@ class FlashBackend(AttentionBackend):
         return self._short.empty_cache(num_pages, device)
 
     def plan(self, batch: AttentionBatch, *, window: int | None) -> object:
-        if batch.max_query_len >= LONG_QUERIES and not self._broken:
-            causal = _is_causal(batch, window)
+        if batch.max_query_len >= LONG_QUERIES and batch.spans is not None and not self._broken:
+            few = self._short.plan_few(batch, window=window)
+            own = batch if few is None else _without_few(batch, batch.spans, few.most)
+            causal = _is_causal(own, window)
             if causal is not None:
-                return FlashPlan(batch, window, causal)
+                return FlashPlan(own, window, causal, batch, None if few is None else few.plan)
         return self._short.plan(batch, window=window)
 
     def attend(
@@ -83,9 +92,13 @@ class FlashBackend(AttentionBackend):
             if not self._broken:
                 out = self._try(q_THD, cache, plan, scale)
                 if out is not None:
+                    if plan.few is not None:
+                        self._short.attend_few(
+                            q_THD, cache=cache, plan=plan.few, scale=scale, out_THD=out
+                        )
                     return out
             # The rest of the step in which it broke.
-            plan = self._short.plan(plan.batch, window=plan.window)
+            plan = self._short.plan(plan.step, window=plan.window)
         return self._short.attend(q_THD, cache=cache, plan=plan, scale=scale)
 
     def _try(
@@ -107,14 +120,31 @@ class FlashBackend(AttentionBackend):
         return out
 
 
+def _without_few(batch: AttentionBatch, spans: Sequence[Span], most: int) -> AttentionBatch:
+    """The spans up to the last one of more than `most` queries; there is one. Queries behind them
+    are nobody's then."""
+    count = len(spans)
+    while spans[count - 1].num_tokens <= most:
+        count -= 1
+    own = spans[:count]
+    return replace(
+        batch,
+        cu_seqlens_q=batch.cu_seqlens_q[: count + 1],
+        kv_lens=batch.kv_lens[:count],
+        mask_block=batch.mask_block[:count],
+        page_table=batch.page_table[:count],
+        all_causal=all(span.mask_block == 1 for span in own),
+        spans=own,
+    )
+
+
 def _is_causal(batch: AttentionBatch, window: int | None) -> bool | None:
     """FlashPlan.causal, or None for masks that FlashAttention does not know."""
-    if batch.spans is None:
-        return None
+    spans = batch.spans or ()
     if batch.all_causal:
-        return True if all(span.stop == span.kv_len for span in batch.spans) else None
+        return True if all(span.stop == span.kv_len for span in spans) else None
     sees_all = window is None and all(
-        (span.start // span.mask_block + 1) * span.mask_block >= span.kv_len for span in batch.spans
+        (span.start // span.mask_block + 1) * span.mask_block >= span.kv_len for span in spans
     )
     return False if sees_all else None
 

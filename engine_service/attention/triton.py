@@ -12,6 +12,7 @@ import torch
 from engine_service.attention.base import (
     AttentionBackend,
     AttentionBatch,
+    FewQueries,
     LayerCache,
     zero_pages,
 )
@@ -65,56 +66,63 @@ class TritonBackend(AttentionBackend):
         return LayerCache(k=k.transpose(1, 2), v=v.transpose(1, 2))
 
     def plan(self, batch: AttentionBatch, *, window: int | None) -> TritonPlan:
-        spans = Spans(
-            cu_seqlens_q=batch.cu_seqlens_q,
-            positions=batch.positions,
-            kv_lens=batch.kv_lens,
-            mask_block=batch.mask_block,
-            page_table=batch.page_table,
-        )
-        group_size, shared = self.shape.group_size, shared_memory(batch.kv_lens.device)
-        most = most_rows(self.shape.head_dim, self.shape.dtype, shared)
-        block_m, long_queries = short_rows(batch.max_query_len, group_size, most), None
-        if block_m is None:
-            long_queries = 0
-            if _short_beside_long(batch, _MIXED_ROWS // group_size):
-                block_m, long_queries = _MIXED_ROWS, _MIXED_ROWS // group_size + 1
-        short = parts = None
+        most = most_rows(self.shape.head_dim, self.shape.dtype, _shared(batch))
+        block_m = short_rows(batch.max_query_len, self.shape.group_size, most)
         if block_m is not None:
-            num_programs = len(batch.kv_lens) * self.shape.num_kv_heads
-            short = short_tiles(
-                block_m,
-                self.shape.head_dim,
-                self.shape.dtype,
-                num_programs,
-                batch.max_kv_len,
-                shared,
-            )
-            parts = self._parts(batch, window, block_m)
-        return TritonPlan(spans, window, short, parts, batch.uniform_query_len == 1, long_queries)
+            return self._plan_short(batch, window, block_m)
+        few = self.plan_few(batch, window=window)
+        if few is None:
+            return TritonPlan(_spans_of(batch), window, None, None, False, long_queries=0)
+        assert isinstance(few.plan, TritonPlan)
+        return few.plan._replace(long_queries=few.most + 1)
+
+    def plan_few(self, batch: AttentionBatch, *, window: int | None) -> FewQueries | None:
+        most = _MIXED_ROWS // self.shape.group_size
+        if not _short_beside_long(batch, most):
+            return None
+        return FewQueries(most, self._plan_short(batch, window, _MIXED_ROWS))
 
     def attend(
         self, q_THD: torch.Tensor, *, cache: LayerCache, plan: object, scale: float
     ) -> torch.Tensor:
         assert isinstance(plan, TritonPlan)
-        operands = (q_THD, cache.k, cache.v, plan.spans)
-        out = None
-        if plan.long_queries is not None:
-            out = paged_attention_triton(
-                *operands, scale=scale, window=plan.window, min_queries=plan.long_queries
-            )
-        if plan.short is not None:
-            out = paged_decode_triton(
-                *operands,
-                scale=scale,
-                window=plan.window,
-                tiles=plan.short,
-                parts=plan.parts,
-                one_query=plan.one_query,
-                out_THD=out,
-            )
-        assert out is not None
-        return out
+        if plan.long_queries is None:
+            return _attend_short(q_THD, cache, plan, scale, None)
+        out = paged_attention_triton(
+            q_THD,
+            cache.k,
+            cache.v,
+            plan.spans,
+            scale=scale,
+            window=plan.window,
+            min_queries=plan.long_queries,
+        )
+        return out if plan.short is None else _attend_short(q_THD, cache, plan, scale, out)
+
+    def attend_few(
+        self,
+        q_THD: torch.Tensor,
+        *,
+        cache: LayerCache,
+        plan: object,
+        scale: float,
+        out_THD: torch.Tensor,
+    ) -> None:
+        assert isinstance(plan, TritonPlan)
+        _attend_short(q_THD, cache, plan, scale, out_THD)
+
+    def _plan_short(self, batch: AttentionBatch, window: int | None, block_m: int) -> TritonPlan:
+        short = short_tiles(
+            block_m,
+            self.shape.head_dim,
+            self.shape.dtype,
+            len(batch.kv_lens) * self.shape.num_kv_heads,
+            batch.max_kv_len,
+            _shared(batch),
+        )
+        parts = self._parts(batch, window, block_m)
+        one_query = batch.uniform_query_len == 1
+        return TritonPlan(_spans_of(batch), window, short, parts, one_query, long_queries=None)
 
     def _parts(self, batch: AttentionBatch, window: int | None, block_m: int) -> Parts | None:
         num_spans, device = batch.kv_lens.shape[0], batch.kv_lens.device
@@ -126,6 +134,43 @@ class TritonBackend(AttentionBackend):
         if num_splits == 1:
             return None
         return new_parts(num_spans, heads, num_splits, block_m, self.shape.head_dim, device)
+
+
+def _spans_of(batch: AttentionBatch) -> Spans:
+    return Spans(
+        cu_seqlens_q=batch.cu_seqlens_q,
+        positions=batch.positions,
+        kv_lens=batch.kv_lens,
+        mask_block=batch.mask_block,
+        page_table=batch.page_table,
+    )
+
+
+def _shared(batch: AttentionBatch) -> int:
+    """Bytes of shared memory that a program may have."""
+    return shared_memory(batch.kv_lens.device)
+
+
+def _attend_short(
+    q_THD: torch.Tensor,
+    cache: LayerCache,
+    plan: TritonPlan,
+    scale: float,
+    out_THD: torch.Tensor | None,
+) -> torch.Tensor:
+    assert plan.short is not None
+    return paged_decode_triton(
+        q_THD,
+        cache.k,
+        cache.v,
+        plan.spans,
+        scale=scale,
+        window=plan.window,
+        tiles=plan.short,
+        parts=plan.parts,
+        one_query=plan.one_query,
+        out_THD=out_THD,
+    )
 
 
 def _short_beside_long(batch: AttentionBatch, max_queries: int) -> bool:

@@ -233,7 +233,10 @@ class StepGraphs:
             work()
         torch.cuda.current_stream().wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # On its own stream: torch's is of the device on which a process captures first.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
+        ):
             made = work()
         return graph, made
 

@@ -144,6 +144,27 @@ def test_flash_attention_computes_prompts_and_whole_blocks(seed: int) -> None:
     check(shape, steps, None, seed, rows=2)
 
 
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
+def test_few_queries_beside_prompts_are_launched_by_themselves(
+    group: int, window: int | None, seed: int
+) -> None:
+    shape = shape_of(group=group)
+    flash = [backend for backend in libraries(shape) if isinstance(backend, FlashBackend)]
+    if not flash:
+        pytest.skip("FlashAttention is not installed")
+    prompts = [causal(row, 0, 300 + 70 * row) for row in range(5)]
+    step = [causal(0, 300, 400), causal(4, 580, 600), *(causal(row, n, n + 1) for row, n in
+            ((3, 510), (2, 440), (1, 370)))]  # fmt: skip
+    table = PageTable(5, 700, shape.page_size, seed, CUDA)
+    for backend in flash:
+        plan = backend.plan(table.batch(step), window=window)
+        assert isinstance(plan, FlashPlan)
+        assert plan.few is not None
+        assert len(plan.batch.kv_lens) == 2
+    check(shape, [prompts, step], window, seed, rows=5)
+
+
 def test_pages_of_one_key_tile(seed: int) -> None:
     """FlashAttention 4 reads such pages whole: what nobody wrote is 0 there, as in an engine."""
     shape = shape_of(page_size=128)

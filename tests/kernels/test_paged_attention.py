@@ -325,6 +325,23 @@ def test_short_queries_beside_long_ones(seed: int, monkeypatch: pytest.MonkeyPat
     assert forgotten[start:stop].isnan().all()
 
 
+def test_few_queries_are_written_beside_what_is_there(seed: int) -> None:
+    """What another library has computed of the longer ones stays as it is."""
+    spans = [causal(1, 10, 80), causal(0, 400, 401), Span(2, 30, 38, 40, 4, 0, 0)]
+    step = problem(spans, seed)
+    backend = TritonBackend(step.shape)
+    few = backend.plan_few(step.batch, window=None)
+    assert few is not None
+    assert few.most == 8
+    out = torch.full_like(step.q, 7.0)
+    backend.attend_few(step.q, cache=step.cache, plan=few.plan, scale=SCALE, out_THD=out)
+    assert (out[:70] == 7.0).all()
+    close(out[70:], step.want()[70:])
+    assert (step.want()[70:] != 7.0).all(), "the control"
+    has_few_keys = problem([causal(1, 10, 80), causal(0, 100, 101)], seed).batch
+    assert backend.plan_few(has_few_keys, window=None) is None
+
+
 def test_a_captured_step_is_one_launch(seed: int) -> None:
     """Without spans on the host, and where short queries see little."""
     step = problem([causal(0, 3000, 3001), causal(1, 0, 70)], seed)

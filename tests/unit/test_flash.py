@@ -17,7 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine_service.attention.base import AttentionShape
+from engine_service.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionShape,
+    FewQueries,
+    LayerCache,
+)
 from engine_service.attention.flash import (
     FlashBackend,
     FlashCall,
@@ -43,8 +49,9 @@ def dense(
     is_causal: bool,
     window: tuple[int | None, int | None],
 ) -> torch.Tensor:
-    """What all generations promise: masks are aligned to the last query and the last key."""
-    out = []
+    """What all generations promise: masks are aligned to the last query and the last key, and
+    queries behind the last span are not written."""
+    out = torch.full_like(q, torch.nan)
     for span, (first, stop) in enumerate(pairwise(cu_q.tolist())):
         length = int(kv_lens[span])
         own = table[span, : -(-length // pages[0].shape[1])].long()
@@ -58,8 +65,9 @@ def dense(
         seen &= True if left is None else j >= i - left
         seen &= True if right is None else j <= i + right
         scores = torch.einsum("qhd,lhd->hql", q[first:stop], k) * scale
-        out.append(torch.einsum("hql,lhd->qhd", scores.masked_fill(~seen, -1e30).softmax(-1), v))
-    return torch.cat(out)
+        weights = scores.masked_fill(~seen, -1e30).softmax(-1)
+        out[first:stop] = torch.einsum("hql,lhd->qhd", weights, v)
+    return out
 
 
 def varlen4(
@@ -103,8 +111,8 @@ GENERATIONS = [
 class Counted(FlashBackend):
     """Counts the steps that FlashAttention gets."""
 
-    def __init__(self, call: FlashCall) -> None:
-        super().__init__(SHAPE, call, ReferenceBackend(SHAPE))
+    def __init__(self, call: FlashCall, short: AttentionBackend | None = None) -> None:
+        super().__init__(SHAPE, call, short or ReferenceBackend(SHAPE))
         self.long = 0
         self.broken_from_here = False
 
@@ -112,6 +120,32 @@ class Counted(FlashBackend):
         plan = super().plan(*args, **kwargs)
         self.long += isinstance(plan, FlashPlan)
         return plan
+
+
+class Few(ReferenceBackend):
+    """Has a launch for spans of up to two queries."""
+
+    forgets = False
+
+    def plan_few(self, batch: AttentionBatch, *, window: int | None) -> FewQueries | None:
+        if batch.cu_seqlens_q.diff().min() > 2:
+            return None
+        return FewQueries(2, (batch, self.plan(batch, window=window)))
+
+    def attend_few(
+        self,
+        q_THD: torch.Tensor,
+        *,
+        cache: LayerCache,
+        plan: Any,
+        scale: float,
+        out_THD: torch.Tensor,
+    ) -> None:
+        batch, whole = plan
+        out = self.attend(q_THD, cache=cache, plan=whole, scale=scale)
+        for first, stop in pairwise(batch.cu_seqlens_q.tolist()):
+            if stop - first <= 2 and not self.forgets:
+                out_THD[first:stop] = out[first:stop]
 
 
 def stand_in(
@@ -191,6 +225,55 @@ def test_what_flash_attention_gets(
     assert not isinstance(without_spans, FlashPlan)
 
 
+PROMPTS = [causal(0, 0, 90), causal(1, 0, 70), causal(2, 0, 128, 4), causal(3, 0, 65)]
+BESIDE = {
+    "behind": [causal(0, 90, 170), causal(3, 65, 66), causal(1, 70, 72)],
+    "among": [causal(3, 65, 66), causal(0, 90, 170), causal(1, 70, 72)],
+    "ahead": [causal(1, 70, 72), causal(3, 65, 66), causal(0, 90, 170)],
+    "with a mask": [causal(0, 90, 170), Span(2, 128, 130, 132, 4, 0, 0), causal(1, 70, 71)],
+}
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("name", BESIDE)
+def test_few_queries_beside_prompts_go_to_the_other_backend(
+    name: str, window: int | None, seed: int
+) -> None:
+    """FlashAttention gets none that stand behind its own; their masks are no matter then."""
+    table, short = PageTable(4, 200, SHAPE.page_size, seed), Few(SHAPE)
+    steps, sizes = [PROMPTS, BESIDE[name]], []
+
+    def call(q: Any, cache: Any, plan: FlashPlan, scale: float) -> torch.Tensor:
+        sizes.append(len(plan.batch.kv_lens))
+        return computed_call(q, cache, plan, scale)
+
+    stored = [*PROMPTS, causal(2, 128, 132, 4)]
+    want = attend_steps(ReferenceBackend(SHAPE), table, [stored, *steps[1:]], window)
+    got = attend_steps(Counted(call, short), table, [stored, *steps[1:]], window)
+    for left, right in zip(got, want, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-9)
+    assert sizes == [{"behind": 1, "among": 2, "ahead": 3, "with a mask": 1}[name]]
+    short.forgets = True
+    forgotten = attend_steps(Counted(call, short), table, [stored, *steps[1:]], window)[-1]
+    assert forgotten.isnan().any() == (name != "ahead"), "the control"
+
+
+def test_a_step_with_few_queries_goes_on_where_it_breaks(seed: int) -> None:
+    def call(*args: Any) -> torch.Tensor:
+        if backend.broken_from_here:
+            raise RuntimeError("ptxas died")
+        return computed_call(*args)
+
+    table, backend = PageTable(2, 200, SHAPE.page_size, seed), None
+    backend = Counted(call, Few(SHAPE))
+    cache = backend.empty_cache(table.num_pages, table.device)
+    plan = backend.plan(table.batch([causal(0, 0, 80), causal(1, 0, 1)]), window=None)
+    q = torch.randn(81, SHAPE.num_heads, SHAPE.head_dim, dtype=torch.float64)
+    want = backend.attend(q, cache=cache, plan=plan, scale=1.0)
+    backend.broken_from_here = True
+    torch.testing.assert_close(backend.attend(q, cache=cache, plan=plan, scale=1.0), want)
+
+
 def test_one_warning_of_the_compiler_is_silenced(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = "Argument aux_data (position 17) cannot be converted to a JitArgument: it is None"
 
@@ -200,7 +283,7 @@ def test_one_warning_of_the_compiler_is_silenced(monkeypatch: pytest.MonkeyPatch
         return torch.empty(0)
 
     batch = SimpleNamespace(cu_seqlens_q=None, kv_lens=None, page_table=None)
-    plan: Any = FlashPlan(batch, None, True)  # type: ignore[arg-type]
+    plan: Any = FlashPlan(batch, None, True, batch)  # type: ignore[arg-type]
     empty: Any = SimpleNamespace(k=None, v=None)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
