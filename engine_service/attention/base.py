@@ -11,7 +11,6 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -110,13 +109,6 @@ def zero_pages(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     return torch.frombuffer(untouched, dtype=dtype).view(size)
 
 
-class FewQueries(NamedTuple):
-    """The spans of at most `most` queries of a step that has others too, planned by themselves."""
-
-    most: int
-    plan: object
-
-
 class AttentionBackend(ABC):
     """One attention library. Stateless between steps apart from what `plan` returns."""
 
@@ -124,6 +116,10 @@ class AttentionBackend(ABC):
     capturable: bool = False
     """`plan` and `attend` depend on the batch's tensors and on its host bounds alone, never on
     `spans`: one captured CUDA graph serves every step of its bucket."""
+
+    few_queries: int = 0
+    """Spans of up to as many queries can be computed beside what another library computes of the
+    same step; 0: none."""
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
@@ -145,10 +141,9 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """[T, H, D]; the step's own keys and values are in the cache already."""
 
-    def plan_few(self, batch: AttentionBatch, *, window: int | None) -> FewQueries | None:
-        """For `attend_few`, beside a library that is slow with few queries; None where one launch
-        more does not pay, or where this library has none for them."""
-        return None
+    def plan_few(self, batch: AttentionBatch, *, window: int | None) -> object:
+        """Work of the spans of at most `few_queries` queries alone, for `attend_few`."""
+        raise NotImplementedError(f"{self.name} has no launch for few queries beside others")
 
     def attend_few(
         self,
@@ -159,8 +154,8 @@ class AttentionBackend(ABC):
         scale: float,
         out_THD: torch.Tensor,
     ) -> None:
-        """Writes the rows of `FewQueries` and leaves the others as they are."""
-        raise NotImplementedError(f"{self.name} plans no spans of few queries by themselves")
+        """Writes the rows of these spans and leaves the others as they are."""
+        raise NotImplementedError(f"{self.name} has no launch for few queries beside others")
 
     def store(
         self,

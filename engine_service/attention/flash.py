@@ -30,6 +30,9 @@ _LOG = logging.getLogger("tidemill.rank")
 
 LONG_QUERIES = 64
 """Steps whose longest query is shorter do not fill FlashAttention's tiles of 64 to 192 queries."""
+_WORTH_KEYS = 8192
+"""From as many keys on, all of them together, a launch for the spans of few queries beside prompts
+is worth its while: a tile of FlashAttention has 128 queries, whether they are there or not."""
 
 _NO_AUX_DATA = r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument"
 
@@ -78,11 +81,11 @@ class FlashBackend(AttentionBackend):
 
     def plan(self, batch: AttentionBatch, *, window: int | None) -> object:
         if batch.max_query_len >= LONG_QUERIES and batch.spans is not None and not self._broken:
-            few = self._short.plan_few(batch, window=window)
-            own = batch if few is None else _without_few(batch, batch.spans, few.most)
+            own = _first_spans(batch, batch.spans, self._short.few_queries)
             causal = _is_causal(own, window)
             if causal is not None:
-                return FlashPlan(own, window, causal, batch, None if few is None else few.plan)
+                few = None if own is batch else self._short.plan_few(batch, window=window)
+                return FlashPlan(own, window, causal, batch, few)
         return self._short.plan(batch, window=window)
 
     def attend(
@@ -120,12 +123,14 @@ class FlashBackend(AttentionBackend):
         return out
 
 
-def _without_few(batch: AttentionBatch, spans: Sequence[Span], most: int) -> AttentionBatch:
-    """The spans up to the last one of more than `most` queries; there is one. Queries behind them
-    are nobody's then."""
+def _first_spans(batch: AttentionBatch, spans: Sequence[Span], few: int) -> AttentionBatch:
+    """The step up to its last span of more than `few` queries; the whole step, where those behind
+    it see too few keys to be worth a launch."""
     count = len(spans)
-    while spans[count - 1].num_tokens <= most:
+    while spans[count - 1].num_tokens <= few:
         count -= 1
+    if sum(span.kv_len for span in spans[count:]) < _WORTH_KEYS:
+        return batch
     own = spans[:count]
     return replace(
         batch,

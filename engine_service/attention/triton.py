@@ -12,7 +12,7 @@ import torch
 from engine_service.attention.base import (
     AttentionBackend,
     AttentionBatch,
-    FewQueries,
+    AttentionShape,
     LayerCache,
     zero_pages,
 )
@@ -58,6 +58,10 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     capturable = True
 
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self.few_queries = _MIXED_ROWS // shape.group_size
+
     def empty_cache(self, num_pages: int, device: torch.device) -> LayerCache:
         """Head-major pages: the keys of a tile are one piece of memory."""
         shape = self.shape
@@ -70,17 +74,13 @@ class TritonBackend(AttentionBackend):
         block_m = short_rows(batch.max_query_len, self.shape.group_size, most)
         if block_m is not None:
             return self._plan_short(batch, window, block_m)
-        few = self.plan_few(batch, window=window)
-        if few is None:
-            return TritonPlan(_spans_of(batch), window, None, None, False, long_queries=0)
-        assert isinstance(few.plan, TritonPlan)
-        return few.plan._replace(long_queries=few.most + 1)
+        if _short_beside_long(batch, self.few_queries):
+            few = self._plan_short(batch, window, _MIXED_ROWS)
+            return few._replace(long_queries=self.few_queries + 1)
+        return TritonPlan(_spans_of(batch), window, None, None, False, long_queries=0)
 
-    def plan_few(self, batch: AttentionBatch, *, window: int | None) -> FewQueries | None:
-        most = _MIXED_ROWS // self.shape.group_size
-        if not _short_beside_long(batch, most):
-            return None
-        return FewQueries(most, self._plan_short(batch, window, _MIXED_ROWS))
+    def plan_few(self, batch: AttentionBatch, *, window: int | None) -> TritonPlan:
+        return self._plan_short(batch, window, _MIXED_ROWS)
 
     def attend(
         self, q_THD: torch.Tensor, *, cache: LayerCache, plan: object, scale: float

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+from engine_service.attention import flash
 from engine_service.attention.base import (
     AttentionBackend,
     AttentionBatch,
     AttentionShape,
-    FewQueries,
     LayerCache,
 )
 from engine_service.attention.flash import (
@@ -125,12 +125,11 @@ class Counted(FlashBackend):
 class Few(ReferenceBackend):
     """Has a launch for spans of up to two queries."""
 
+    few_queries = 2
     forgets = False
 
-    def plan_few(self, batch: AttentionBatch, *, window: int | None) -> FewQueries | None:
-        if batch.cu_seqlens_q.diff().min() > 2:
-            return None
-        return FewQueries(2, (batch, self.plan(batch, window=window)))
+    def plan_few(self, batch: AttentionBatch, *, window: int | None) -> object:
+        return batch, self.plan(batch, window=window)
 
     def attend_few(
         self,
@@ -237,9 +236,10 @@ BESIDE = {
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("name", BESIDE)
 def test_few_queries_beside_prompts_go_to_the_other_backend(
-    name: str, window: int | None, seed: int
+    name: str, window: int | None, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """FlashAttention gets none that stand behind its own; their masks are no matter then."""
+    monkeypatch.setattr(flash, "_WORTH_KEYS", 60)
     table, short = PageTable(4, 200, SHAPE.page_size, seed), Few(SHAPE)
     steps, sizes = [PROMPTS, BESIDE[name]], []
 
@@ -258,14 +258,28 @@ def test_few_queries_beside_prompts_go_to_the_other_backend(
     assert forgotten.isnan().any() == (name != "ahead"), "the control"
 
 
-def test_a_step_with_few_queries_goes_on_where_it_breaks(seed: int) -> None:
+def test_few_keys_are_not_worth_a_launch(seed: int) -> None:
+    table, backend = PageTable(40, 400, SHAPE.page_size, seed), Counted(computed_call, Few(SHAPE))
+    prompt, rows = causal(0, 0, 80), [causal(row, 255, 256) for row in range(1, 33)]
+    sizes = []
+    for count in (31, 32):
+        plan = backend.plan(table.batch([prompt, *rows[:count]]), window=None)
+        assert isinstance(plan, FlashPlan)
+        sizes.append((len(plan.batch.kv_lens), plan.few is None))
+    assert sizes == [(32, True), (1, False)]
+
+
+def test_a_step_with_few_queries_goes_on_where_it_breaks(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(flash, "_WORTH_KEYS", 1)
+
     def call(*args: Any) -> torch.Tensor:
         if backend.broken_from_here:
             raise RuntimeError("ptxas died")
         return computed_call(*args)
 
-    table, backend = PageTable(2, 200, SHAPE.page_size, seed), None
-    backend = Counted(call, Few(SHAPE))
+    table, backend = PageTable(2, 200, SHAPE.page_size, seed), Counted(call, Few(SHAPE))
     cache = backend.empty_cache(table.num_pages, table.device)
     plan = backend.plan(table.batch([causal(0, 0, 80), causal(1, 0, 1)]), window=None)
     q = torch.randn(81, SHAPE.num_heads, SHAPE.head_dim, dtype=torch.float64)
