@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from engine_service.attention.base import AttentionBatch, AttentionShape
-from engine_service.attention.flash import FlashPlan
+from engine_service.attention.flash import LONG_QUERIES, FlashPlan
 from engine_service.attention.select import open_backend
 from engine_service.core.step import Span
 
@@ -79,6 +79,13 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--rows", default="0,8,32,128,224")
     options = parser.parse_args()
+    counts = [int(count) for count in options.rows.split(",")]
+    most = _TOKENS - max(counts)
+    if not LONG_QUERIES <= options.prompt <= most:
+        parser.error(
+            f"--prompt {options.prompt} must lie in {LONG_QUERIES}..{most}: a step of {_TOKENS} "
+            f"tokens holds one beside {max(counts)} rows"
+        )
     device = torch.device("cuda", torch.cuda.current_device())
     shape = AttentionShape(
         num_heads=options.heads,
@@ -90,7 +97,7 @@ def main() -> None:
     backend, reason = open_backend("flash", shape, device, windows=(None,))
     print(f"{torch.cuda.get_device_name(device)}, {backend.name} {reason}")
     print(f"{'rows':>5} {'whole':>9} {'apart':>9} {'rows alone':>11}   us of a layer")
-    for rows in map(int, options.rows.split(",")):
+    for rows in counts:
         step = make_step(options.prompt, rows, device)
         cache = backend.empty_cache(int(step.page_table.max()) + 1, device)
         cache.k.normal_()

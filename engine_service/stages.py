@@ -118,9 +118,10 @@ class Links:
         if self._side is None:
             return True
         # On a device waiting only puts what is launched next behind the messages.
-        torch.cuda.current_stream(self._device).wait_stream(self._side)
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_stream(self._side)
         done, deadline = torch.cuda.Event(), time.monotonic() + _LEAVING_S
-        done.record()
+        done.record(stream)  # not of the device that is this thread's
         while not (is_done := done.query()) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         return is_done

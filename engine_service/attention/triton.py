@@ -128,7 +128,9 @@ class TritonBackend(AttentionBackend):
         num_spans, device = batch.kv_lens.shape[0], batch.kv_lens.device
         max_keys = batch.max_kv_len
         if window is not None:
-            max_keys = min(max_keys, window + batch.max_query_len)
+            # Of the spans that are computed so: others of the step may have more queries.
+            queries = min(batch.max_query_len, block_m // self.shape.group_size)
+            max_keys = min(max_keys, window + queries)
         heads, num_sms = self.shape.num_kv_heads, _num_sms(device)
         num_splits = count_splits(num_spans, heads, max_keys, block_m=block_m, num_sms=num_sms)
         if num_splits == 1:

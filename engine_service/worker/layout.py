@@ -94,9 +94,9 @@ def lay_out(
     The token at position p takes the logits of query p - logits_shift, which must lie in the same
     span. Spans of one method share a part until it holds `logit_chunk` rows of logits (one span
     is never split). `longest_first` orders the batch by how much its spans see, so that a device
-    which works on many at a time does not end with the longest; those of few queries come behind
-    the others, as some attention libraries are not for them. `choice_of` is asked for spans that
-    choose keys.
+    which works on many at a time does not end with the longest; beside prompts those of fewer
+    queries come later, as some attention libraries are not for them. `choice_of` is asked for spans
+    that choose keys.
     """
     columns, order, num_paged = _in_order(_columns(spans, steady), longest_first)
     columns, num_copies = _with_copies(columns)
@@ -144,8 +144,10 @@ def _in_order(columns: Columns, longest_first: bool) -> tuple[Columns, np.ndarra
     order = np.arange(num_spans)
     num_paged = num_spans - int(np.count_nonzero(columns.aside))
     if longest_first:
-        has_few = columns.stop - columns.start <= _FEW_QUERIES
-        order = np.lexsort((-columns.kv_len, has_few))
+        count = columns.stop - columns.start
+        if count.max() <= _FEW_QUERIES:
+            count[:] = 0
+        order = np.lexsort((-columns.kv_len, -np.minimum(count, _FEW_QUERIES + 1)))
     if num_paged < num_spans:
         order = order[np.argsort(columns.aside[order], kind="stable")]
     if longest_first or num_paged < num_spans:

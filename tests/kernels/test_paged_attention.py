@@ -339,6 +339,16 @@ def test_few_queries_are_written_beside_what_is_there(seed: int) -> None:
     assert (step.want()[70:] != 7.0).all(), "the control"
 
 
+def test_a_prompt_beside_them_splits_no_window(seed: int) -> None:
+    """Programs that find no keys cost time: two splits are enough for 300 keys of a window."""
+    spans = [causal(0, 0, 4000), causal(1, 4000, 4001)]
+    batch = problem(spans, seed).batch
+    backend = TritonBackend(problem(spans[1:], seed).shape)
+    plans = [backend.plan_few(batch, window=window) for window in (520, None)]
+    splits = [plan.parts.acc.shape[2] for plan in plans if plan.parts is not None]
+    assert splits == [2, 3]
+
+
 def test_a_captured_step_is_one_launch(seed: int) -> None:
     """Without spans on the host, and where short queries see little."""
     step = problem([causal(0, 3000, 3001), causal(1, 0, 70)], seed)

@@ -306,14 +306,20 @@ def test_a_part_of_a_plan_decides_for_spans_of_the_plan(seed):
     assert sorted(layout.decides[0].spans.tolist()) == [0, 1, 2], "the control: numbers of its own"
 
 
-def test_few_queries_go_behind_the_others():
+def test_beside_prompts_fewer_queries_go_later():
+    """Whatever an attention library takes for few: what it takes stands last, all of it."""
     tables = make_tables()
-    tables.apply([make_row(row, range(20)) for row in range(4)], [])
-    prompts = [Span(row, 0, stop, stop, 1, 0, 0) for row, stop in ((1, 17), (3, 18))]
-    spans = [decoding(0, 20), prompts[0], decoding(2, 9), prompts[1]]
+    prompts = [Span(row, 0, stop, stop, 1, 0, 0) for row, stop in ((1, 17), (3, 18), (4, 10))]
+    spans = [decoding(0, 20), *prompts, decoding(2, 9), Span(5, 20, 22, 22, 1, 0, 0)]
     layout = lay_out(spans, tables, logits_shift=1, logit_chunk=1000, longest_first=True)
-    assert layout.rows.tolist() == [3, 1, 0, 2]
-    assert layout.decides[0].spans.tolist() == [0, 2]
+    assert layout.rows.tolist() == [3, 1, 4, 5, 0, 2]
+    assert layout.decides[0].spans.tolist() == [0, 4]
+    spans = [decoding(0, 7), Span(4, 0, 10, 10, 1, 0, 0), decoding(2, 9)]
+    layout = lay_out(spans, tables, logits_shift=1, logit_chunk=1000, longest_first=True)
+    assert layout.rows.tolist() == [4, 2, 0], "without prompts by keys alone"
+    spans = [decoding(0, 20), Span(4, 0, 10, 10, 1, 0, 0), decoding(2, 9)]
+    layout = lay_out(spans, tables, logits_shift=1, logit_chunk=1000, longest_first=True)
+    assert layout.rows.tolist() == [0, 4, 2], "the control"
 
 
 def test_the_longest_may_go_first(seed):
