@@ -166,10 +166,12 @@ class CoreLoop:
         return batch
 
     def _drain(self, timeout_s: float) -> None:
-        for command in self._inbox.receive(timeout_s):
+        commands = self._inbox.receive(timeout_s)
+        aborted = {command.key for command in commands if isinstance(command, Abort)}
+        for command in commands:
             match command:
                 case Submit():
-                    self._receive(command)
+                    self._receive(command, is_aborted=command.key in aborted)
                 case Abort():
                     if not self._preparing.abort(command):
                         self._scheduler.abort(command)
@@ -190,15 +192,16 @@ class CoreLoop:
             for abort in aborts:
                 self._scheduler.abort(abort)
 
-    def _receive(self, submit: Submit) -> None:
-        """A grammar is compiled beside the steps; everything else is queued at once."""
+    def _receive(self, submit: Submit, *, is_aborted: bool) -> None:
+        """A grammar is compiled beside the steps; everything else is queued at once. One that
+        `is_aborted` by a later command takes no other's place in the queue."""
         try:
             job = self._scheduler.prepare(submit, len(self._preparing))
         except Exception as failure:  # no room, or the system has no more threads
             self._submit(submit, failure)
             return
         if job is None:
-            self._submit(submit)
+            self._submit(submit, is_aborted=is_aborted)
         else:
             self._preparing.add(submit, job)
 

@@ -1,4 +1,4 @@
-"""The page pool: reference counts, page tables and the hashed index of prefixes.
+"""The page pool: reference counts and the hashed index of prefixes.
 
 It does not know requests, rows or tensors: a page is a number. Pages are indexed in units of
 lcm(page_size, mask_block) tokens, because the KV of a page depends on the whole of its block.
@@ -7,59 +7,13 @@ lcm(page_size, mask_block) tokens, because the KV of a page depends on the whole
 from __future__ import annotations
 
 import math
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 from itertools import chain
 from typing import NamedTuple
 
-from engine_service.core.journal import Journal, PagesStored
-
-DIGEST_BYTES = 16
-"""128 bits: two prefixes that meet by chance are not expected in the life of any engine."""
-
-
-NEVER = 1 << 62
-"""More tokens than any sequence has."""
-
-
-class PageTable:
-    """The pages of one sequence, in order, and the digests of its token units.
-
-    Only PageManager writes it. `digests[u + 1]` covers units 0..u; `digests[0]` is the seed. The
-    digests survive `release`, so that nothing is hashed twice after a preemption.
-    """
-
-    __slots__ = (
-        "capacity",
-        "claim_stop",
-        "digests",
-        "num_sealed",
-        "packed",
-        "pages",
-        "pages_per_unit",
-        "salt",
-        "seal_at",
-        "unit",
-    )
-
-    def __init__(self, seed: bytes, unit: int, pages_per_unit: int, salt: str) -> None:
-        self.pages: list[int] = []
-        self.salt = salt
-        self.capacity = 0
-        """Positions that the pages hold."""
-        self.digests = [seed]
-        self.packed: list[bytes] = []
-        """Tokens of the units that have a digest, as they were hashed."""
-        self.unit = unit
-        self.pages_per_unit = pages_per_unit
-        self.num_sealed = 0
-        """Leading units that are in the index or were taken from it."""
-        self.seal_at = unit
-        """Tokens that the next unit needs; with fewer `seal` has nothing to do."""
-        self.claim_stop = 0
-        """Units [num_sealed, claim_stop) are claimed where nobody else claimed them."""
+from engine_service.core.journal import Journal
+from engine_service.core.page_table import NEVER, PageTable, seed_of
 
 
 class Match(NamedTuple):
@@ -92,6 +46,7 @@ class PageManager:
         self._page_of: dict[tuple[bytes, int], int] = {}
         self._key_of: dict[int, tuple[bytes, int]] = {}
         self._claims: dict[bytes, PageTable] = {}
+        self._num_flushed = 0
         self.journal = Journal()
 
     @property
@@ -109,10 +64,11 @@ class PageManager:
 
     def open(self, mask_block: int, salt: str = "") -> PageTable:
         """An empty table. Sequences share pages only under equal mask block, salt and weights."""
-        scope = f"{mask_block}\0{self._weight_version}\0{salt}"
-        seed = blake2b(scope.encode(), digest_size=DIGEST_BYTES).digest()
         unit = math.lcm(self.page_size, mask_block)
-        return PageTable(seed, unit, unit // self.page_size, salt)
+        seed = seed_of(mask_block, self._weight_version, salt)
+        table = PageTable(seed, unit, unit // self.page_size, salt)
+        table.num_flushed = self._num_flushed
+        return table
 
     def match(self, table: PageTable, token_ids: Sequence[int], limit: int) -> Match:
         """Indexed pages of the longest run of whole units within the first `limit` tokens."""
@@ -120,7 +76,7 @@ class PageManager:
         if not self._caching:
             return Match(pages, None)
         page_of, order = self._page_of, range(table.pages_per_unit)
-        for digest in _digests(table, token_ids, 0, limit // table.unit):
+        for digest in table.hash_units(token_ids, 0, limit // table.unit):
             found = [page_of.get((digest, k)) for k in order]
             known = [page for page in found if page is not None]
             if len(known) < len(found):
@@ -144,13 +100,14 @@ class PageManager:
         table.capacity = len(match.pages) * self.page_size
         table.num_sealed = table.claim_stop = len(match.pages) // table.pages_per_unit
         table.seal_at = (table.num_sealed + 1) * table.unit
+        table.num_flushed = self._num_flushed
         return table.capacity
 
     def claim(self, table: PageTable, token_ids: Sequence[int], limit: int) -> None:
         """Announces that the units within the first `limit` tokens are about to be computed."""
         if not self._caching:
             return
-        for digest in _digests(table, token_ids, table.num_sealed, limit // table.unit):
+        for digest in table.hash_units(token_ids, table.num_sealed, limit // table.unit):
             self._claims.setdefault(digest, table)
         table.claim_stop = max(table.num_sealed, limit // table.unit)
 
@@ -178,16 +135,8 @@ class PageManager:
             table.seal_at = NEVER
         if stop <= table.num_sealed or not self._caching:
             return
-        digests = _digests(table, token_ids, table.num_sealed, stop)
-        for unit, digest in enumerate(digests, table.num_sealed):
-            if self._claims.get(digest) is table:
-                del self._claims[digest]
-            first_page = unit * table.pages_per_unit
-            num_new = 0
-            for k in range(table.pages_per_unit):
-                num_new += self._index((digest, k), table.pages[first_page + k])
-            if num_new:
-                self.journal.index(digest, num_new, _stored(table, unit), table.pages_per_unit)
+        if table.num_flushed == self._num_flushed:
+            self._publish(table, table.hash_units(token_ids, table.num_sealed, stop))
         table.num_sealed = stop
         table.seal_at = (stop + 1) * table.unit
         table.claim_stop = max(stop, table.claim_stop)
@@ -212,13 +161,16 @@ class PageManager:
     def flush(self) -> int:
         """Forgets all prefixes; returns the number of pages that were in the index.
 
-        Pages that sequences hold stay theirs, and will not be shared.
+        Pages that sequences hold stay theirs, and will not be shared; nor will those that they
+        still write, which depend on them.
         """
         num_pages = len(self._page_of)
         self._blank += self._reusable
         self._reusable.clear()
         self._page_of.clear()
         self._key_of.clear()
+        self._claims.clear()
+        self._num_flushed += 1
         self.journal.clear()
         return num_pages
 
@@ -256,6 +208,18 @@ class PageManager:
             claimed = table.digests[table.num_sealed + 1 : table.claim_stop + 1]
             assert digest in claimed, "a claim lies outside its table's range"
 
+    def _publish(self, table: PageTable, digests: Sequence[bytes]) -> None:
+        """Units from the first one on that is not sealed."""
+        for unit, digest in enumerate(digests, table.num_sealed):
+            if self._claims.get(digest) is table:
+                del self._claims[digest]
+            first_page = unit * table.pages_per_unit
+            num_new = 0
+            for k in range(table.pages_per_unit):
+                num_new += self._index((digest, k), table.pages[first_page + k])
+            if num_new:
+                self.journal.index(digest, num_new, table.stored(unit), table.pages_per_unit)
+
     def _index(self, key: tuple[bytes, int], page: int) -> bool:
         """The first page under a key stays; an equal one computed beside it is not shared.
 
@@ -274,25 +238,3 @@ class PageManager:
         del self._page_of[key]
         self.journal.evict(key[0])
         return page
-
-
-def _digests(table: PageTable, token_ids: Sequence[int], start: int, stop: int) -> list[bytes]:
-    """Digests of units 0..u for every u in [start, stop). Hashes only what has not been hashed
-    before, and packs that at once: a prompt has thousands of units, and a step waits for them."""
-    digests, hashed = table.digests, len(table.packed)
-    if stop > hashed:
-        tokens = token_ids[hashed * table.unit : stop * table.unit]
-        # Every machine served has the byte order of the contract, as core/checks.py says.
-        packed, size = array("I", tokens).tobytes(), 4 * table.unit
-        assert not len(packed) % size, f"{len(tokens)} tokens are no units of {table.unit}"
-        for at in range(0, len(packed), size):
-            table.packed.append(unit := packed[at : at + size])
-            digests.append(blake2b(digests[-1] + unit, digest_size=DIGEST_BYTES).digest())
-    return digests[start + 1 : stop + 1]
-
-
-def _stored(table: PageTable, unit: int) -> PagesStored:
-    """What routers are told of a unit; the seed of the digests is no unit."""
-    digests = table.digests
-    parent = digests[unit] if unit else b""
-    return PagesStored((digests[unit + 1],), parent, table.packed[unit], table.unit, table.salt)

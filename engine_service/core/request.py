@@ -12,7 +12,7 @@ from engine_service.core.blocks import Blocks
 from engine_service.core.constraint import Constraint
 from engine_service.core.finish import Stop
 from engine_service.core.messages import Finish, FinishReason, Mark, ShownCanvas, Timings, Usage
-from engine_service.core.pages import PageTable
+from engine_service.core.page_table import PageTable
 from engine_service.core.params import ResolvedSampling
 from engine_service.core.pinning import Pinned, num_pinned_before, pin, pinned_from
 from engine_service.core.step import Canvas, Decision, NewRow, Span

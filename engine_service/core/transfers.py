@@ -26,7 +26,8 @@ from engine_service.core.handoff import (
     SharedPiece,
     TransferAsk,
 )
-from engine_service.core.pages import PageManager, PageTable
+from engine_service.core.page_table import PageTable
+from engine_service.core.pages import PageManager
 from engine_service.core.strategy import DecodeStrategy
 from tidemill.runtime.errors import FailedPrecondition, Unsupported
 
@@ -106,6 +107,8 @@ class Transfers:
         table = self._pages.open(strategy.mask_block, ask.salt)
         limit = strategy.max_cached(len(tokens)) if ask.is_prompt else len(tokens)
         limit = limit // table.unit * table.unit
+        if ask.is_prompt and self._pages.pages_for(limit) > self._pages.num_pages:
+            limit = 0  # it is refused: nobody's pages are evicted for it
         wanted = array("I", tokens[:limit])
         found = self._look(table, wanted)
         number = next(self._numbers)
@@ -120,7 +123,7 @@ class Transfers:
         pages, num_tokens = self._pages, len(tokens)
         num_found = pages.adopt(table, pages.match(table, tokens, num_tokens))
         need = pages.pages_for(num_tokens)
-        has_room = need - len(table.pages) <= pages.num_free or need > pages.num_pages
+        has_room = need - len(table.pages) <= pages.num_free
         pages.release(table)
         return {"num_found": num_found, "has_room": has_room}
 

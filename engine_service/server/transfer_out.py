@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from engine_service.core.control import PAUSED
 from engine_service.core.handoff import (
     BeginTransfer,
     Begun,
@@ -92,6 +93,7 @@ class Sending:
             try:
                 self._check_size(begun.unit_bytes)
                 if begun.num_found < begun.num_tokens:
+                    self._check_runs()
                     left_s = self._stream.time_remaining()
                     await self._compute(convert.to_prefill(opened, left_s), _below(span))
                 async with self._slots:
@@ -113,6 +115,11 @@ class Sending:
                 "engines a smaller --page-size, or a larger --max-message-bytes",
                 reason="KV_UNIT_TOO_LARGE",
             )
+
+    def _check_runs(self) -> None:
+        """Raises Unavailable where nothing is computed now: whoever asks can do it himself."""
+        if self._desk.board.snapshot.paused:
+            raise Unavailable(f"{PAUSED} and computes no prompts", reason="PAUSED")
 
     async def _compute(self, submit: Submit, trace: tuple[str, str]) -> None:
         """Until the prompt's units are in the index. Leaving early aborts it."""

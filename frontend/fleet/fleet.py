@@ -202,9 +202,11 @@ class Fleet:
 
     def usable(self, prefills: bool = False) -> list[Member]:
         """Those that are ready; where none is, those that are ejected, or else that are paused.
-        Either those that generate, or those that compute prompts for them."""
+        Either those that generate, or those that compute prompts for them: never a paused one, as
+        the engine that waits for its prompt computes it itself."""
         members = [one for one in self._members.values() if (one.role == "prefill") is prefills]
-        by_state = ([one for one in members if one.state == state] for state in _TAKERS)
+        states = [state for state in _TAKERS if not (prefills and state == "paused")]
+        by_state = ([one for one in members if one.state == state] for state in states)
         return next(filter(None, by_state), [])
 
     async def _discover(self) -> None:

@@ -209,7 +209,7 @@ def test_room_is_what_running_rows_leave(tmp_path: Path) -> None:
     look = HasRoom(late.transfer)
     assert not late.has_room
     assert target.transfers.take(look) == {"num_found": 0, "has_room": False}
-    assert huge.has_room, "it never fits, which the core says"
+    assert (huge.num_tokens, huge.has_room) == (0, True), "it never fits, which the core says"
     pages.release(held)
     assert target.transfers.take(look) == {"num_found": 0, "has_room": True}
 

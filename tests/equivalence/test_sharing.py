@@ -7,7 +7,8 @@ from unittest.mock import patch
 
 import pytest
 
-from engine_service.core.pages import Match, PageManager, PageTable
+from engine_service.core.page_table import PageTable
+from engine_service.core.pages import Match, PageManager
 from tests.equivalence.harness import AR, BLOCK, Setup, ToyEngine
 from tests.equivalence.references import random_prompt, reference_ar, reference_block
 from tests.fakes import ToyModel

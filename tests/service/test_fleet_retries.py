@@ -129,6 +129,16 @@ async def test_a_prefill_engine_is_named_to_decode_engines_alone(tmp_path: Path)
         by_role = {one.role: one.client for one in served.desk.fleet.members}
         async with served.http() as client:
             assert [(await ask(client)).status_code for _ in range(3)] == [200] * 3
+            engine = served.engines[port(by_role["prefill"])]
+            engine.paused = True
+            await until(lambda: "paused" in served.states())
+            seen = [len(one.submits) for one in served.engines.values()]
+            assert [(await ask(client)).status_code for _ in range(2)] == [200] * 2
+            news = zip(served.engines.values(), seen, strict=True)
+            late = [spec.kv_source.address for one, old in news for spec in one.submits[old:]]
+            assert late == ["", ""], "who waited for it would compute the prompt itself, only later"
+            engine.paused = False
+            await until(lambda: "paused" not in served.states())
             by_role["decode"]._slots.outbox._num_bytes += 1 << 40
             assert [(await ask(client)).status_code for _ in range(3)] == [200] * 3
         told = {
@@ -136,7 +146,7 @@ async def test_a_prefill_engine_is_named_to_decode_engines_alone(tmp_path: Path)
             for role, one in by_role.items()
         }
         address = by_role["prefill"].address
-        assert told == {"decode": {address}, "both": {""}, "prefill": set()}
+        assert told == {"decode": {address, ""}, "both": {""}, "prefill": set()}
 
 
 async def test_engines_of_either_role_take_turns(tmp_path: Path) -> None:

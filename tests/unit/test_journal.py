@@ -9,7 +9,8 @@ import time
 from unittest.mock import patch
 
 from engine_service.core.journal import CacheCleared, Journal, KvEvent, PagesRemoved, PagesStored
-from engine_service.core.pages import DIGEST_BYTES, PageManager
+from engine_service.core.page_table import DIGEST_BYTES
+from engine_service.core.pages import PageManager
 from tests.unit.test_pages import Crowd, fill
 
 

@@ -29,7 +29,7 @@ from tests.equivalence.harness import Setup, ToyEngine
 from tests.equivalence.references import reference_ar
 from tests.equivalence.toy_grammar import ToyGrammars, spec
 from tests.fakes import ToyModel
-from tidemill.runtime.errors import EngineDead, InternalError, InvalidRequest
+from tidemill.runtime.errors import EngineDead, InternalError, InvalidRequest, Overloaded
 
 BURN_S = 0.1
 """CPU time; a turn of the toys takes a hundredth of it."""
@@ -104,6 +104,23 @@ def test_commands_become_tokens_and_one_ending_each() -> None:
     assert endings(wire, 1) == [FinishReason.LENGTH] == endings(wire, 4)
     assert endings(wire, 2) == [InvalidRequest]
     assert endings(wire, 3) == [FinishReason.ABORTED]
+    assert engine.pages.num_used == 0
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_who_leaves_at_once_takes_nobodys_place(is_aborted: bool) -> None:
+    """A request that was held back for its KV is let go with its abort right behind it."""
+    late = submit(4, [6], fairness_key="a")
+    wire = Wire(
+        [submit(1, [1, 2, 3], 30, fairness_key="b")],
+        [submit(2, [4], fairness_key="b"), submit(3, [5], fairness_key="b")],
+        [late, Abort(4)] if is_aborted else [late],
+    )
+    loop, engine = build(wire, max_rows=1, max_queued_requests=2)
+    for _ in range(60):
+        loop.turn()
+    assert endings(wire, 4) == [FinishReason.ABORTED if is_aborted else FinishReason.LENGTH]
+    assert endings(wire, 3) == [FinishReason.LENGTH if is_aborted else Overloaded]
     assert engine.pages.num_used == 0
 
 

@@ -9,7 +9,8 @@ from unittest.mock import patch
 
 import pytest
 
-from engine_service.core.pages import DIGEST_BYTES, Match, PageManager, PageTable
+from engine_service.core.page_table import DIGEST_BYTES, PageTable
+from engine_service.core.pages import Match, PageManager
 
 
 def fill(pages: PageManager, tokens: list[int], mask_block: int = 1, salt: str = "") -> PageTable:
@@ -232,6 +233,31 @@ def test_rule_i_a_claimed_unit_is_waited_for_until_it_is_sealed_or_given_up() ->
     assert pages.match(pages.open(1), tokens, 12).waits_for is None
 
 
+def test_what_depends_on_flushed_pages_is_not_shared() -> None:
+    """A sequence that ran when the weights changed goes on; what it writes then is of both."""
+    pages, tokens = PageManager(16, 4), list(range(12))
+    old = pages.open(1)
+    pages.adopt(old, pages.match(old, tokens, 12))
+    pages.claim(old, tokens, 12)
+    assert pages.reserve(old, 12)
+    pages.seal(old, tokens, 4)
+    assert hits(pages, tokens) == 1, "the control"
+    pages.flush()
+    assert not pages.is_claimed(old.digests[2])
+    pages.seal(old, tokens, 12)
+    pages.check_integrity([old])
+    assert hits(pages, tokens) == 0
+    new = fill(pages, tokens[:4])
+    assert hits(pages, tokens) == 1, "its own first unit, and none of the old ones behind it"
+    pages.release(old)
+    pages.check_integrity([new])
+    pages.adopt(old, pages.match(old, tokens, 12))  # preempted, and computed anew
+    assert pages.reserve(old, 12)
+    pages.seal(old, tokens, 12)
+    pages.check_integrity([old, new])
+    assert hits(pages, tokens) == 3
+
+
 def test_sealing_hashes_every_unit_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = PageManager(64, 4)
     tokens = list(range(64))
@@ -242,7 +268,7 @@ def test_sealing_hashes_every_unit_once(monkeypatch: pytest.MonkeyPatch) -> None
         hashed.append(content[DIGEST_BYTES] // 4)
         return blake2b(content, digest_size=digest_size)
 
-    monkeypatch.setattr("engine_service.core.pages.blake2b", count)
+    monkeypatch.setattr("engine_service.core.page_table.blake2b", count)
     for length in range(1, 65):
         assert pages.reserve(table, length)
         pages.seal(table, tokens, length)

@@ -23,7 +23,7 @@ from engine_service.pieces import Files, Views
 from engine_service.server.transfer_counts import TransferCounts
 from engine_service.server.transfer_out import HEADER_BYTES, PIECE_BYTES, Sending
 from tests.waiting import PATIENCE_S
-from tidemill.runtime.errors import DeadlineExceeded, FailedPrecondition
+from tidemill.runtime.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from tidemill.telemetry.families import Families
 from tidemill.telemetry.tracer import Span, Tracer
 from tidemill.v1 import engine_pb2 as pb
@@ -39,14 +39,14 @@ class Asks:
     """A core that has the KV, and answers while `answers` is set."""
 
     def __init__(self) -> None:
-        self.unit_bytes = PIECE_BYTES
+        self.unit_bytes, self.num_found = PIECE_BYTES, NUM_PIECES * PAGE
         self.num_open = self.most_open = 0
         self.has_ended = False
         self.answers = asyncio.Event()
 
     async def ask(self, control: Any, **_: Any) -> Any:
         if isinstance(control, BeginTransfer):
-            return Begun(1, NUM_PIECES * PAGE, NUM_PIECES * PAGE, self.unit_bytes, PAGE)
+            return Begun(1, NUM_PIECES * PAGE, self.num_found, self.unit_bytes, PAGE)
         assert isinstance(control, ExportPages)
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
@@ -92,6 +92,7 @@ def sending(asks: Asks, talk: Talk, patience_s: float = PATIENCE_S) -> asyncio.T
     desk: Any = SimpleNamespace(
         check_open=lambda: SimpleNamespace(kv_layout=LAYOUT, role="prefill", model_id="m"),
         core=SimpleNamespace(asks=asks),
+        board=SimpleNamespace(snapshot=SimpleNamespace(paused=True)),
         config=SimpleNamespace(
             kv_connector="grpc",
             max_message_bytes=MOST_BYTES,
@@ -191,6 +192,15 @@ async def test_a_frame_that_is_none_ends_the_transfer() -> None:
     with pytest.raises(DecodeError, match="no message"):
         await asyncio.wait_for(run, 5)
     assert asks.has_ended
+
+
+async def test_a_paused_engine_computes_no_prompt_and_says_so_at_once() -> None:
+    """What it has it sends, as in the other tests: all of these engines are paused."""
+    asks, talk = Asks(), Talk()
+    asks.num_found -= PAGE
+    with pytest.raises(Unavailable, match="paused and computes no prompts") as caught:
+        await asyncio.wait_for(sending(asks, talk), PATIENCE_S)
+    assert (caught.value.reason, asks.has_ended, talk.starts) == ("PAUSED", True, [])
 
 
 async def test_a_unit_that_no_message_holds_is_refused_before_it_is_computed() -> None:
