@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     said.inputs = [int(word) for word in said.inputs.split(",") if word]
     if torch.cuda.device_count() < said.gpus:
         parser.exit(2, f"benchmarks.peer_sums needs {said.gpus} CUDA devices\n")
-    _store, port = open_store(socket.create_server(("127.0.0.1", 0)))
+    _server, _store, port = open_store(socket.create_server(("127.0.0.1", 0)))
     processes.spawn(measure, args=(said, ("127.0.0.1", port)), nprocs=said.gpus)
 
 

@@ -90,7 +90,7 @@ def compose(
         scheduler=scheduler,
         limits=limits,
         executor=parts.executor,
-        profiler=_make_profiler(config, facts),
+        profiler=_make_profiler(config, parts),
         transfers=None if makes is None else makes(pages, facts),
         facts=facts,
         memory=parts.memory,
@@ -127,12 +127,13 @@ def _limits(config: EngineConfig, parts: Parts) -> SchedulerLimits:
     )
 
 
-def _make_profiler(config: EngineConfig, facts: EngineFacts) -> Profiler | None:
+def _make_profiler(config: EngineConfig, parts: Parts) -> Profiler | None:
     from engine_service.worker.profiler import TorchProfiler
 
     if config.executor == "simulated":
         return None
-    return TorchProfiler(records_cuda=facts.device.startswith("cuda"))
+    on_cuda = parts.facts.device.startswith("cuda")
+    return TorchProfiler(records_cuda=on_cuda, away=parts.away)
 
 
 def _make_grammars(config: EngineConfig, parts: Parts) -> Grammars | None:

@@ -242,19 +242,21 @@ def _kinds_of_all(place: Place, device: torch.device, store: Store) -> list[str]
     return [store.get(_KIND.format(rank)).decode() for rank in range(place.size)]
 
 
-def open_store(listener: socket.socket) -> tuple[TCPStore, int]:
-    """Where the ranks meet: a store of rank 0 on a socket that listens, and its port.
+def open_store(listener: socket.socket) -> tuple[TCPStore, TCPStore, int]:
+    """Where the ranks meet: a store of rank 0 on a socket that listens, rank 0's own way to it, and
+    its port. Who waits there for a rank raises as soon as nobody holds the first any more.
 
     By itself a store would listen on all interfaces, and it asks nobody who he is.
     """
     with listener:
         address, port = listener.getsockname()[:2]
         # The store's own client comes to it too: where it listens, and that may be one address.
-        store = TCPStore(
-            _HERE if address in _ANYWHERE else address,
+        host = _HERE if address in _ANYWHERE else address
+        server = TCPStore(
+            host,
             port,
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-    return store, port
+    return server, TCPStore(host, port, wait_for_workers=False), port

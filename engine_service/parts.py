@@ -6,6 +6,7 @@ It does not know what is made of it. Imports torch, which takes seconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -52,6 +53,8 @@ class Parts:
     strategies: dict[str, DecodeStrategy]
     memory: Callable[[], Memory] = Memory
     close: Callable[[], object] = _nothing
+    away: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Around what holds this process's interpreter for seconds: other ranks watch it."""
     others: Callable[[], Sequence[RankTrace]] = tuple
     make_transfers: Callable[[PageManager, EngineFacts], Transfers] | None = None
     """None: there is no KV that could be moved."""
@@ -67,7 +70,7 @@ def load(
     """A model on this machine's devices; see composition.compose. Raises ServiceErrors that say
     what to change."""
     executor: Any
-    close, others = _nothing, tuple
+    close, others, away = _nothing, tuple, nullcontext
     num_ranks = config.num_ranks
     check_count(config.tensor_parallel_size, num_ranks)
     hosts = hosts_of(config, num_ranks, ends_silent_leader=on_lost is not None)
@@ -82,6 +85,7 @@ def load(
         ways: dict[str, Any] = {"open_worker": open_worker, "hosts": hosts, "on_lost": on_lost}
         executor = open_group(config, num_ranks, report, **ways)
         worker, close, others = executor.own, executor.close, executor.rank_times
+        away = executor.away
     found = worker.facts()
     try:
         facts = _facts(config, found, worker.traits, worker.checkpoint, worker.strategies)
@@ -95,6 +99,7 @@ def load(
         strategies=worker.strategies,
         memory=partial(memory_in_use, worker.device, worker.kv_bytes),
         close=close,
+        away=away,
         others=others,
         make_transfers=partial(make_transfers, worker, executor),
     )

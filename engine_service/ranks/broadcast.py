@@ -22,7 +22,7 @@ RING_BYTES = 1 << 20
 
 _WORDS = 8
 """Words of 8 bytes per process: a cache line, so that nobody's writes slow another one's reads."""
-_HEAD, _ENDED, _WRITER_BEAT, _REASON_LEN = range(4)
+_HEAD, _ENDED, _WRITER_BEAT, _REASON_LEN, _AWAY_UNTIL = range(5)
 _TAIL, _READER_BEAT = range(2)
 _PAGE = mmap.PAGESIZE
 _HEADER = struct.Struct("<QQ")  # sequence number, bytes of the message
@@ -86,7 +86,7 @@ class _Shared:
 
 
 class Writer:
-    """send, beat, end. `check` is called while it waits for room, and raises to give up."""
+    """send, beat, away, end. `check` is called while it waits for room, and raises to give up."""
 
     def __init__(
         self,
@@ -121,6 +121,18 @@ class Writer:
     def beat(self) -> None:
         """Shows the readers that this process lives."""
         self._shared.words[_WRITER_BEAT] = time.monotonic_ns()
+
+    @contextlib.contextmanager
+    def away(self, most_s: float) -> Iterator[None]:
+        """Whoever holds the interpreter for long cannot beat: it tells readers before, and for how
+        long at most."""
+        words = self._shared.words
+        words[_AWAY_UNTIL] = time.monotonic_ns() + int(most_s * 1e9)
+        try:
+            yield
+        finally:
+            self.beat()
+            words[_AWAY_UNTIL] = 0
 
     def reader_beat(self, reader: int) -> int:
         """The last sign of life of a reader, monotonic nanoseconds; 0: none yet."""
@@ -209,6 +221,10 @@ class Reader:
     def writer_beat(self) -> int:
         """The last sign of life of the writer, monotonic nanoseconds; 0: none yet."""
         return self._shared.words[_WRITER_BEAT]
+
+    def writer_is_away(self) -> bool:
+        """Its silence means nothing now."""
+        return self._shared.words[_AWAY_UNTIL] > time.monotonic_ns()
 
     def close(self) -> None:
         self._shared.close()

@@ -8,9 +8,11 @@ does not know models; workers are handed in.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from engine_service.config import EngineConfig
 from engine_service.core.step import Decisions, StepPlan
 from engine_service.core.strategy import Executor
-from engine_service.distributed import Place, abort_all, open_store
+from engine_service.distributed import Place, Store, abort_all, open_store
 from engine_service.peers import release_all
 from engine_service.pipe import pack
 from engine_service.ranks.group_pages import Flights, GroupPages
@@ -32,6 +34,7 @@ from engine_service.ranks.watcher import OnLost, Watcher
 from engine_service.worker.rank_pages import RankPages
 from tidemill.runtime.errors import FailedPrecondition, ServiceError
 
+_AWAY_S = 300.0
 _LEAVING_S = 10.0
 _LOG = logging.getLogger("tidemill.rank")
 _SIZES = ("num_pages", "page_size", "max_rows", "max_model_len", "dtype", "weight_version")
@@ -82,7 +85,12 @@ class RankGroup:
         self._num_stages = num_stages
         self._flights = Flights()
         self.rank_times = watcher.take_times
-        self.close = weakref.finalize(self, _close, watcher, hosts, own)
+        self.close = weakref.finalize(self, _close, watcher, hosts, own, os.getpid())
+
+    def away(self) -> AbstractContextManager[None]:
+        """Around what holds rank 0's interpreter for seconds, as others take silence for its end; a
+        profile's end does so. Up to `_AWAY_S`."""
+        return self._watcher.plans.away(_AWAY_S)
 
     @cached_property
     def pages(self) -> GroupPages:
@@ -129,11 +137,19 @@ def open_group(
     """
     _refuse_second_group()
     hosts.gather(report)
-    told = on_lost or _abort_collectives
+    meeting: list[Any] = []
+
+    def told(error: ServiceError) -> None:
+        if on_lost is not None:
+            on_lost(error)
+            return
+        meeting.clear()  # or this process waits there for who never comes
+        _abort_collectives(error)
+
     watcher = Watcher(num_ranks - 1, on_lost=told, module=module, start=hosts.start)
     try:
         watcher.open()
-        store, port = open_store(hosts.listen())
+        store, port = _open_meeting(meeting, hosts)
         for rank in range(1, num_ranks):
             place = hosts.place(rank, port)
             watcher.tell(rank, Start(config, place, ends_silent_leader=on_lost is not None))
@@ -154,6 +170,13 @@ def open_group(
             raise
         raise cause from failure
     return RankGroup(own, watcher, hosts, config.pipeline_parallel_size)
+
+
+def _open_meeting(meeting: list[Any], hosts: Hosts) -> tuple[Store, int]:
+    """Rank 0's way to the ranks' store, and its port; `meeting` alone keeps it open."""
+    server, store, port = open_store(hosts.listen())
+    meeting.append(server)
+    return store, port
 
 
 def _refuse_second_group() -> None:
@@ -192,9 +215,14 @@ def _abort_collectives(error: ServiceError | None = None, *, waits: bool = False
         abort_all(waits=waits)
 
 
-def _close(watcher: Watcher, hosts: Hosts, own: RankWorker | None = None) -> None:
+def _close(
+    watcher: Watcher, hosts: Hosts, own: RankWorker | None = None, pid: int | None = None
+) -> None:
     """What a device still waits for of followers that were killed is given up before the device is
-    waited for; others leave by themselves, behind rank 0."""
+    waited for; others leave by themselves, behind rank 0. Nothing, in another process than `pid`:
+    a copy of it that ends, without its threads."""
+    if pid not in (None, os.getpid()):
+        return
     is_lost = watcher.is_lost
     if is_lost or watcher.has_given_up:
         _abort_collectives()

@@ -45,7 +45,8 @@ class Guard:
             self._beat()
             now = time.monotonic()
             serves = self._plans.num_received > 0
-            silence.look(self._plans.writer_beat(), now - looked, serves=serves)
+            elapsed_s = 0.0 if self._plans.writer_is_away() else now - looked
+            silence.look(self._plans.writer_beat(), elapsed_s, serves=serves)
             looked = now
             if self._ends_silent_leader and silence.is_long:
                 self._end_leader(silence.seconds)

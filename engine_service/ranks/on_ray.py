@@ -182,9 +182,17 @@ class RayHosts(SeveralHosts):
 
 def device_of(gpu_id: str, visible: str | None) -> int:
     """The number in this process of a GPU that Ray names; `visible`: CUDA_VISIBLE_DEVICES. That is
-    read when CUDA is first asked for anything, so changing it now might say nothing."""
+    read when CUDA is first asked for anything, so changing it now might say nothing. Raises
+    FailedPrecondition for a GPU that it hides."""
     names = visible.split(",") if visible else []
-    return names.index(gpu_id) if gpu_id in names else int(gpu_id)
+    if names and gpu_id not in names:
+        raise FailedPrecondition(
+            f"Ray gave this process GPU {gpu_id}, which CUDA_VISIBLE_DEVICES={visible} hides from "
+            "it; unset that, and let Ray choose",
+            reason="DEVICE_HIDDEN",
+            param="device",
+        )
+    return names.index(gpu_id) if names else int(gpu_id)
 
 
 def load_ray() -> Any:

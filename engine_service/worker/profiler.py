@@ -12,6 +12,8 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from torch.autograd.profiler import profile
@@ -19,12 +21,15 @@ from torch.autograd.profiler import profile
 from tidemill.runtime.errors import FailedPrecondition, InvalidRequest
 
 PIECE_BYTES = 1 << 20
+Away = Callable[[], AbstractContextManager[None]]
 
 
 class TorchProfiler:
     """torch's profiler. Everything is kept in memory until `stop`: seconds, not minutes."""
 
-    def __init__(self, *, records_cuda: bool) -> None:
+    def __init__(self, *, records_cuda: bool, away: Away = nullcontext) -> None:
+        """`away`: around what holds the interpreter for seconds."""
+        self._away = away
         self._device = "cuda" if records_cuda else None
         self._running: tuple[profile, Path] | None = None
 
@@ -46,7 +51,8 @@ class TorchProfiler:
         if not os.access(folder, os.W_OK):
             raise InvalidRequest(f"cannot write to {directory!r}", param="directory")
         recorder = profile(use_device=self._device, use_kineto=True)
-        recorder.__enter__()
+        with self._away():
+            recorder.__enter__()
         self._running = (recorder, folder)
 
     def stop(self) -> list[str]:
@@ -54,11 +60,12 @@ class TorchProfiler:
         if self._running is None:
             raise FailedPrecondition("no profile is being recorded", reason="NOT_PROFILING")
         (recorder, folder), self._running = self._running, None
-        recorder.__exit__(None, None, None)
         path = folder / f"rank0-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json.gz"
         with tempfile.TemporaryDirectory() as aside:
             plain = Path(aside) / "trace.json"
-            recorder.export_chrome_trace(str(plain))
+            with self._away():
+                recorder.__exit__(None, None, None)
+                recorder.export_chrome_trace(str(plain))
             with plain.open("rb") as read, gzip.open(path, "wb", compresslevel=1) as packed:
                 shutil.copyfileobj(read, packed, PIECE_BYTES)
         return [str(path)]

@@ -104,7 +104,7 @@ class Worker:
             rows, width = self.resolved.token_budget, self.traits.hidden_size
             group = meet(place, self.device, store, num_stages=num_stages)
             group = replace(group, whole_experts=share.whole_experts)
-            check_alike(group, self.checkpoint.weight_version, self.resolved, self.dtype)
+            check_alike(group, self.checkpoint, self.traits, self.resolved, self.dtype)
             agree_on_kernels(self.device, group)
             self._num_layers = len(group.stage.layers(self.traits.num_layers))
             self.group = group.with_peers(rows, width, self.dtype, self.device)

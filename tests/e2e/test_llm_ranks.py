@@ -111,10 +111,20 @@ assert len(generate(llm, 5)[0].outputs[0].token_ids) == 5
 assert len(os.listdir("/proc/self/fd")) == before, (before, len(os.listdir("/proc/self/fd")))
 print(*children())
 """
+FORKED = """
+child = os.fork()
+if not child:
+    signal.alarm(20)  # nobody else would end it
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert len(generate(llm, 5)[0].outputs[0].token_ids) == 5
+print("the program goes on", len(running()))
+"""
 WITHIN_A_BLOCK = """
 try:
     with llm as same:
         assert same is llm
+        assert llm.engine.profiler._away == llm.engine.executor.away
         assert len(generate(llm, 5)[0].outputs[0].token_ids) == 5
         assert children() == [follower]
         raise ValueError("of the block")
@@ -123,16 +133,32 @@ except ValueError as error:
 """
 
 
+LOST_AT_FIRST = """
+import os
+from engine_service.ranks import group
+from tidemill import LLM
+from tidemill.runtime.errors import EngineDead
+group.open_group.__kwdefaults__["module"] = "tests.service.faulty_ranks"
+try:
+    LLM("demo", device="cpu", tensor_parallel_size=2, log_level="warning")
+except EngineDead as error:
+    print(error)
+"""
+
+
 def run(
     script: str, device: str = "cpu", size: str = TENSOR, within_s: float = WITHIN_S
 ) -> list[str]:
     """What a program prints that begins with an LLM of two ranks."""
     program = (SCRIPT + script).replace('"cpu"', repr(device)).replace(TENSOR, size)
-    program = program.replace("WITHIN_S", str(within_s))
+    return run_alone(program.replace("WITHIN_S", str(within_s)))
+
+
+def run_alone(program: str, **variables: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -140,6 +166,13 @@ def run(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("where", ["meet", "group"])
+def test_a_rank_that_is_lost_where_all_meet_is_told(where: str) -> None:
+    """Rank 0 would wait for it there for as long as loading may take."""
+    (told,) = run_alone(LOST_AT_FIRST, TIDEMILL_TEST_FAULT=where)
+    assert "was killed by SIGKILL while loading" in told
 
 
 @pytest.mark.parametrize(
@@ -165,6 +198,11 @@ def test_an_interrupted_step_ends_the_ranks_which_would_differ() -> None:
 @pytest.mark.parametrize("within_s", [WITHIN_S, pytest.param(PROMISED_S, marks=PROMISE)])
 def test_an_interrupted_step_leaves_nothing_of_a_stage_that_hears_no_more(within_s: float) -> None:
     assert run(LEFT_BEHIND, size=STAGES, within_s=within_s) == ["interrupted", "False"]
+
+
+def test_a_copy_of_the_program_ends_without_the_ranks() -> None:
+    """Whose threads and processes are not its own: their ends would never come."""
+    assert run(FORKED) == ["the program goes on 1"]
 
 
 def test_a_with_block_ends_the_other_ranks() -> None:

@@ -198,6 +198,7 @@ def test_a_kernel_that_fails_on_one_rank_alone_ends_all(
         ("weight_version", "rank 1 has weight_version 'other', rank 0 '.*rsync -a"),
         ("dtype", "rank 1 has dtype 'float16', rank 0 'float32': .* .--dtype float16"),
         ("max_rows", "rank 1 has max_rows 9, rank 0 64: "),
+        ("eos_token_ids", "rank 1 has eos_token_ids .*7.*, rank 0 .* generation_config.json"),
     ],
 )
 def test_ranks_that_would_load_something_else_are_told_before_they_load(
@@ -205,7 +206,8 @@ def test_ranks_that_would_load_something_else_are_told_before_they_load(
 ) -> None:
     """As on hosts whose files, GPUs or memory differ: it may take minutes to read the weights."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3"].config))
-    others = {"weight_version": "other", "dtype": torch.float16, "max_rows": 9}
+    others: dict[str, Any] = {"weight_version": "other", "dtype": torch.float16, "max_rows": 9}
+    others["eos_token_ids"] = (7,)
 
     def differing(real: Any, field: str) -> Any:
         def made(*args: Any, **named: Any) -> Any:
@@ -220,6 +222,7 @@ def test_ranks_that_would_load_something_else_are_told_before_they_load(
         ("fetch_checkpoint", "weight_version"),
         ("resolve_dtype", "dtype"),
         ("resolve", "max_rows"),
+        ("read_traits", "eos_token_ids"),
     ):
         monkeypatch.setattr(worker, function, differing(getattr(worker, function), field))
     monkeypatch.setattr(worker, "load_model", lambda *_, **__: pytest.fail("it has been read"))

@@ -17,7 +17,7 @@ from engine_service.ranks import on_ray
 from engine_service.ranks.gathering import Gathering
 from engine_service.ranks.on_ray import RayHosts, _own_gpu, device_of
 from tests.equivalence.test_rank_group import ROOT, TIMEOUT_S, answers
-from tidemill.runtime.errors import InvalidRequest, Unavailable
+from tidemill.runtime.errors import FailedPrecondition, InvalidRequest, Unavailable
 
 ray = pytest.importorskip("ray")
 PROGRAM = """
@@ -108,6 +108,8 @@ def test_rank_0_has_the_gpu_that_ray_gave_it() -> None:
     assert device_of("3", None) == 3
     assert device_of("3", "2,3") == 1
     assert device_of("GPU-b", "GPU-a,GPU-b") == 1
+    with pytest.raises(FailedPrecondition, match="GPU 0, which CUDA_VISIBLE_DEVICES=4,5 hides"):
+        device_of("0", "4,5")
     with pytest.raises(InvalidRequest, match="Ray chooses them"):
         RayHosts(EngineConfig(device="cuda:1"), 2, ends_silent_leader=True)
 

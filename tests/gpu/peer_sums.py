@@ -160,5 +160,5 @@ def run(rank: int, num_ranks: int, place: tuple[str, int]) -> None:
 
 if __name__ == "__main__":
     size = int(sys.argv[1])
-    _store, port = open_store(socket.create_server(("127.0.0.1", 0)))
+    _server, _store, port = open_store(socket.create_server(("127.0.0.1", 0)))
     processes.spawn(run, args=(size, ("127.0.0.1", port)), nprocs=size)

@@ -68,5 +68,5 @@ def run(rank: int, place: tuple[str, int]) -> None:
 
 
 if __name__ == "__main__":
-    _store, port = open_store(socket.create_server(("127.0.0.1", 0)))
+    _server, _store, port = open_store(socket.create_server(("127.0.0.1", 0)))
     processes.spawn(run, args=(("127.0.0.1", port),), nprocs=2)

@@ -1,18 +1,26 @@
 """The rank process with followers that fail as TIDEMILL_TEST_FAULT says.
 
 refuse: rank 1 cannot load. bug: rank 1 has a bug while it loads. step: rank 1 fails in step 20.
+meet, group: rank 1 is killed where the ranks meet, before or behind its first word.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Any
 
-from engine_service import follower, rank
+import torch
+
+from engine_service import distributed, follower, rank
 from engine_service.rank_worker import open_worker
 from engine_service.ranks import group
 from tidemill.runtime.errors import NotFound
+
+
+def die(*_: object, **__: object) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def open_faulty(*args: Any, **options: Any) -> Any:
@@ -23,6 +31,10 @@ def open_faulty(*args: Any, **options: Any) -> Any:
         raise NotFound("model-00002-of-00002.safetensors is missing", param="model")
     if fault == "bug":
         raise KeyError("lm_head")
+    if fault == "meet":
+        distributed.kind_of = die  # type: ignore[assignment]
+    if fault == "group":
+        torch.distributed.init_process_group = die
     worker = open_worker(*args, **options)
     real = worker.launch
 

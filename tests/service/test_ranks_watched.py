@@ -176,6 +176,30 @@ def test_a_stopped_rank_0_is_ended_by_its_followers() -> None:
         eventually(lambda: all(map(is_gone, pids)), "followers outlive rank 0")
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_who_says_so_may_hold_the_interpreter_for_long(is_told: bool) -> None:
+    """As the end of a profile does; no thread of rank 0 shows life meanwhile."""
+    around = "watcher.plans.away(60.0)" if is_told else "nullcontext()"
+    script = (
+        "import ctypes\n"
+        "from contextlib import nullcontext\n"
+        "from tests.service.test_ranks_watched import group, ready\n"
+        "with group('', '', kills=True) as (watcher, lost):\n"
+        "    pids = ready(watcher)\n"
+        "    watcher.plans.send(b'x')\n"
+        "    print(*pids, flush=True)\n"
+        f"    with {around}:\n"
+        "        ctypes.PyDLL(None).sleep(5)\n"
+        "    watcher.check()\n"
+        "    print('alive', len(lost), flush=True)\n"
+    )
+    with leader(script) as (process, pids):
+        assert process.wait(PATIENCE_S) == (0 if is_told else -signal.SIGKILL)
+        assert process.stdout is not None
+        assert process.stdout.read() == ("alive 0\n" if is_told else "")
+    eventually(lambda: all(map(is_gone, pids)), "followers outlive rank 0")
+
+
 def test_a_users_program_may_stand_in_a_debugger() -> None:
     with leader(ASLEEP.format(kills=False)) as (process, pids):
         os.kill(process.pid, signal.SIGSTOP)

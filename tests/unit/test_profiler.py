@@ -6,6 +6,8 @@ import gzip
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,23 @@ def test_a_start_imports_nothing_large(tmp_path: Path) -> None:
     command = [sys.executable, "-c", STARTS, str(tmp_path)]
     told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     assert int(told.stdout.split()[-1]) < 50
+
+
+def test_others_are_told_where_it_holds_the_interpreter(tmp_path: Path) -> None:
+    """Ranks that hear nothing of rank 0 for 2.5 s end it, with its profile."""
+    told: list[str] = []
+
+    @contextmanager
+    def away() -> Iterator[None]:
+        told.append(f"goes, {len(list(tmp_path.iterdir()))} files")
+        yield
+        told.append("is back")
+
+    profiler = TorchProfiler(records_cuda=False, away=away)
+    profiler.start(str(tmp_path))
+    assert told == ["goes, 0 files", "is back"]
+    assert len(profiler.stop()) == 1
+    assert told == ["goes, 0 files", "is back"] * 2
 
 
 def test_a_trace_is_compressed_in_large_pieces(

@@ -6,7 +6,9 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -30,7 +32,7 @@ from engine_service.ranks.group import RankGroup, open_group
 from engine_service.ranks.hosts import ThisHost
 from engine_service.ranks.messages import Start
 from tests.service.test_ranks_watched import group, ready
-from tests.waiting import eventually, stopwatch
+from tests.waiting import PATIENCE_S, eventually, stopwatch
 from tidemill.runtime.errors import EngineDead, FailedPrecondition, InvalidRequest, Unsupported
 
 CUDA = torch.device("cuda", 0)
@@ -325,12 +327,19 @@ def test_the_ranks_store_listens_where_it_is_told_to(address: str) -> None:
     """As on a host that others reach at one of its addresses only."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with stopwatch() as awake_s:
-        store, port = open_store(socket.create_server((address, 0), family=family))
+        server, store, port = open_store(socket.create_server((address, 0), family=family))
         assert awake_s() < 10.0
     host = address or "127.0.0.1"
     other = dist.TCPStore(host, port, wait_for_workers=False)
     other.set("rank", "1")
     assert store.get("rank") == b"1"
+    with ThreadPoolExecutor(1) as waiting:
+        never = waiting.submit(store.get, "another rank")
+        time.sleep(0.2)
+        assert not never.done()
+        del server
+        with pytest.raises(dist.DistError):
+            never.result(PATIENCE_S)
 
 
 @pytest.mark.parametrize(("size", "stages"), [(0, 1), (-1, 1), (65, 1), (100, 1), (16, 5)])
