@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from frontend import engine_convert as convert
 from frontend.call import Call
@@ -71,20 +71,15 @@ class Slots:
         self.outbox.check_room()
         specs = list[pb.GenerateSpec]()
         num_bytes = 0
-        for spec in _specs(sequences):
+        for sequence, sampling in zip(sequences, _samplings(sequences), strict=True):
+            spec = convert.to_spec(sequence, sampling)
             spec.request_id = spec.group = request_id
             if timeout_ms is not None:
                 spec.timeout_ms = timeout_ms
             if trace is not None:
                 spec.traceparent, spec.tracestate = trace.traceparent, trace.state
-            self._limit.check(spec)
-            num_bytes += spec.ByteSize()
-            if num_bytes > MAX_UNSENT_BYTES:
-                raise InvalidRequest(
-                    f"the {len(sequences)} sequences of this request are more than "
-                    f"{MAX_UNSENT_BYTES} bytes on their way to the engine; send several requests, "
-                    "or fewer listed tokens"
-                )
+            num_bytes += self._limit.check(spec)
+            _check_sum(num_bytes, len(sequences))
             specs.append(spec)
         handles = [next(self._handles) for _ in sequences]
         call = Call(handles, release=self._release, stop=self._stop_matched, rounds=self._rounds)
@@ -160,11 +155,26 @@ class Slots:
         self.outbox.put(pb.SessionRequest(stop_matched=matched))
 
 
-def _specs(sequences: Sequence[EngineSequence]) -> Iterator[pb.GenerateSpec]:
-    """One by one, so that too much of them is noticed early. What they have in common is converted
-    once: a hundred thousand allowed tokens for each of a thousand prompts were minutes."""
-    before, sampling = None, pb.SamplingParams()
+def _samplings(sequences: Sequence[EngineSequence]) -> list[pb.SamplingParams]:
+    """What each asks of sampling. What they have in common is converted once, a hundred thousand
+    allowed tokens for each of a thousand prompts were minutes; and too much of it is refused before
+    anything is copied."""
+    before, sampling, size = None, pb.SamplingParams(), 0
+    made, num_bytes = list[pb.SamplingParams](), 0
     for sequence in sequences:
         if sequence.sampling != before:
             before, sampling = sequence.sampling, convert.to_sampling(sequence.sampling)
-        yield convert.to_spec(sequence, sampling)
+            size = sampling.ByteSize()
+        num_bytes += size
+        if made:  # of a single one that is too large its message's limit says more
+            _check_sum(num_bytes, len(sequences))
+        made.append(sampling)
+    return made
+
+
+def _check_sum(num_bytes: int, count: int) -> None:
+    if num_bytes > MAX_UNSENT_BYTES:
+        raise InvalidRequest(
+            f"the {count} sequences of this request are more than {MAX_UNSENT_BYTES} bytes on "
+            "their way to the engine; send several requests, or fewer listed tokens"
+        )

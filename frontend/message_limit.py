@@ -30,8 +30,8 @@ class MessageLimit:
         if 0 < engines < self._own:
             self._most, self._whose, self._refusal = engines, "engine", TooLargeForEngine
 
-    def check(self, request: Sized) -> None:
-        """Raises InvalidRequest for a request that no message holds."""
+    def check(self, request: Sized) -> int:
+        """Its bytes. Raises InvalidRequest for a request that no message holds."""
         size = request.ByteSize() + _FRAME_BYTES
         if size > self._most:
             raise self._refusal(
@@ -39,3 +39,4 @@ class MessageLimit:
                 f"most {self._most} (--max-message-bytes of the {self._whose}); send a shorter "
                 "prompt, schema or grammar, or fewer listed tokens"
             )
+        return size
