@@ -32,7 +32,11 @@ from engine_service.stages import WHOLE, Links, Stage
 # torch 2.13 renames it and warns of the old name; older ones know no other.
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _MEET_S = 300.0
-"""How long ranks wait for each other: as long as the slowest takes to load."""
+"""How long ranks wait for each other to come."""
+_WAIT_S = 1800.0
+"""How long one waits for another in a collective: the first of them waits as long as the slowest
+takes to load, whose files may be on a disk where others have theirs in memory. Who is lost is told
+by the watcher, or by the end of its connections."""
 _KIND = "tidemill/kind/{}"
 """Under which a rank says on what it computes."""
 _HERE, _ANYWHERE = "127.0.0.1", ("0.0.0.0", "::")
@@ -197,14 +201,18 @@ def meet(
     if place.meet_at[0] == _HERE and sys.platform == "linux":
         # Else gloo listens where the machine's name leads to, maybe for the whole network.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    timeout = timedelta(seconds=_MEET_S)
     if store is None:
-        store = TCPStore(*place.meet_at, timeout=timeout, wait_for_workers=False)
+        patience = timedelta(seconds=_MEET_S)
+        store = TCPStore(*place.meet_at, timeout=patience, wait_for_workers=False)
     # Before the library is asked: where one rank has no GPU, its collectives would be others.
     check_kinds(_kinds_of_all(place, device, store), num_stages)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout
+        backend,
+        store=store,
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timedelta(seconds=_WAIT_S),
     )
     hosts = dist.new_group(backend="gloo") if device.type == "cuda" else None
     _ON_DEVICES.add(dist.group.WORLD)

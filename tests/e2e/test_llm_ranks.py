@@ -144,6 +144,23 @@ try:
 except EngineDead as error:
     print(error)
 """
+SLOW_TO_LOAD = """
+import time
+from engine_service import distributed
+from engine_service.ranks import group
+from engine_service.worker import worker
+from tidemill import LLM, SamplingParams
+group.open_group.__kwdefaults__["module"] = "tests.service.faulty_ranks"
+distributed._MEET_S = 8.0
+load_model = worker.load_model
+def load_late(*args, **named):
+    time.sleep(12.0)
+    return load_model(*args, **named)
+worker.load_model = load_late
+llm = LLM("demo", device="cpu", tensor_parallel_size=2, log_level="warning")
+(made,) = llm.generate("The king", SamplingParams(max_tokens=5, ignore_eos=True), False)
+print(len(made.outputs[0].token_ids))
+"""
 
 
 def run(
@@ -166,6 +183,10 @@ def run_alone(program: str, **variables: str) -> list[str]:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
+
+
+def test_ranks_wait_for_one_that_takes_longer_to_load_than_to_come() -> None:
+    assert run_alone(SLOW_TO_LOAD, TIDEMILL_TEST_FAULT="patience") == ["5"]
 
 
 @pytest.mark.parametrize("where", ["meet", "group"])

@@ -1,7 +1,8 @@
 """The rank process with followers that fail as TIDEMILL_TEST_FAULT says.
 
 refuse: rank 1 cannot load. bug: rank 1 has a bug while it loads. step: rank 1 fails in step 20.
-meet, group: rank 1 is killed where the ranks meet, before or behind its first word.
+meet, group: rank 1 is killed where the ranks meet, before or behind its first word. patience: it
+waits 8 s there.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ def open_faulty(*args: Any, **options: Any) -> Any:
         raise NotFound("model-00002-of-00002.safetensors is missing", param="model")
     if fault == "bug":
         raise KeyError("lm_head")
+    if fault == "patience":
+        distributed._MEET_S = 8.0
     if fault == "meet":
         distributed.kind_of = die  # type: ignore[assignment]
     if fault == "group":
@@ -39,7 +42,7 @@ def open_faulty(*args: Any, **options: Any) -> Any:
     real = worker.launch
 
     def launch(plan: Any) -> Any:
-        if plan.seq == 20:
+        if plan.seq == 20 and fault == "step":
             raise RuntimeError("device-side assert")
         return real(plan)
 
