@@ -78,13 +78,15 @@ def test_a_device_that_waits_for_ever_is_waited_for_in_bounds(
 ) -> None:
     play(monkeypatch, 0)
     stream = SimpleNamespace(wait_stream=lambda other: None)
-    event = SimpleNamespace(record=lambda: None, query=lambda: is_done)
+    recorded: list[Any] = []
+    event = SimpleNamespace(record=recorded.append, query=lambda: is_done)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(stages, "_LEAVING_S", 0.05)
     links = Links(0, 2, num_stages=2, device=torch.device("cuda", 0))
     assert links.flush() == is_done
+    assert recorded == [stream], "of its own device, whatever the thread's is"
 
 
 class Aborted:

@@ -231,6 +231,7 @@ def test_an_engine_that_is_refused_behind_loading_keeps_no_rank(
 
     class Opened:
         rank_times = None
+        away = None
 
         def __init__(self, config: EngineConfig, size: int, report: Any, **options: Any) -> None:
             opened.append("the group")
