@@ -32,6 +32,7 @@ from engine_service.worker.wanted import (
 )
 
 _FEW_QUERIES = 16
+"""Queries of a span, at most, that an attention library may take for few."""
 _MANY = 1 << 62
 """More tokens than any span has."""
 
