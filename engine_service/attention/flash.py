@@ -7,10 +7,12 @@ is handed in. It does not know which libraries are installed.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -24,15 +26,20 @@ from engine_service.attention.base import (
 )
 from engine_service.core.step import Span
 from engine_service.kernels.cute_dsl import keep_compiled
+from engine_service.kernels.page_ends import clear_page_ends
 from engine_service.out_of_memory import is_out_of_memory
 
 _LOG = logging.getLogger("tidemill.rank")
 
 LONG_QUERIES = 64
 """Steps whose longest query is shorter do not fill FlashAttention's tiles of 64 to 192 queries."""
-_WORTH_KEYS = 8192
+_WORTH_KEYS = 32768
 """From as many keys on, all of them together, a launch for the spans of few queries beside prompts
-is worth its while: a tile of FlashAttention has 128 queries, whether they are there or not."""
+is worth its while (benchmarks/mixed_attention.py): a tile of FlashAttention has 128 queries or
+more, whether they are there or not, but reads while others compute."""
+
+_OWN_KEYS = 128
+"""Of a tile of FlashAttention 4, where it chooses and heads have at most 128 values."""
 
 _NO_AUX_DATA = r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument"
 
@@ -154,32 +161,52 @@ def _is_causal(batch: AttentionBatch, window: int | None) -> bool | None:
     return False if sees_all else None
 
 
+def page_tile(capability: tuple[int, int], page_size: int, head_dim: int) -> tuple[int, int] | None:
+    """(queries, keys) of a tile of FlashAttention 4 whose keys are one page, so that it is loaded
+    whole instead of slot by slot. None: FlashAttention's own choice."""
+    hopper = capability[0] == 9
+    return (192, 64) if hopper and page_size == 64 and 96 < head_dim <= 128 else None
+
+
+@lru_cache(maxsize=8)
+def _tile_there(device: torch.device, page_size: int, head_dim: int) -> tuple[int, int] | None:
+    return page_tile(torch.cuda.get_device_capability(device), page_size, head_dim)
+
+
 def load_flash4() -> FlashCall:
     """flash-attn-4; a variant is compiled at its first call, in 2 s, and kept. Raises ImportError.
 
-    Where a page is exactly one of its key tiles (128 tokens up to head size 128) it reads the last
-    page of a span whole: slots behind the span's end must be finite, as `empty_cache` leaves them.
+    Where a page is one of its key tiles, it reads what stands behind a span's end too: scores there
+    are masked, but values must be finite.
     """
     keep_compiled()
-    from flash_attn.cute import flash_attn_varlen_func
+    from flash_attn.cute import flash_attn_varlen_func, interface
 
+    # Its public function has no say in tiles; this one may look different in another release.
+    forward = getattr(interface, "_flash_attn_fwd", None)
+    tiled = forward if forward and "tile_mn" in inspect.signature(forward).parameters else None
     # Its compiler warns so of an argument that we do not pass, whenever a variant is first needed.
     warnings.filterwarnings("ignore", message=_NO_AUX_DATA, category=UserWarning)
 
     def call(q_THD: torch.Tensor, cache: LayerCache, plan: FlashPlan, scale: float) -> torch.Tensor:
+        batch, page_size = plan.batch, cache.k.shape[1]
+        left, right = (None, None) if plan.window is None else (plan.window - 1, 0)
+        tile = _tile_there(q_THD.device, page_size, cache.k.shape[3]) if tiled else None
+        if tile is not None or page_size == _OWN_KEYS:
+            clear_page_ends(cache.v, batch.page_table, batch.kv_lens)
+        operands = (q_THD, cache.k, cache.v)
         # Without bounds on the lengths one compiled variant serves all steps.
-        out = flash_attn_varlen_func(
-            q_THD,
-            cache.k,
-            cache.v,
-            cu_seqlens_q=plan.batch.cu_seqlens_q,
-            seqused_k=plan.batch.kv_lens,
-            page_table=plan.batch.page_table,
-            softmax_scale=scale,
-            causal=plan.causal,
-            window_size=(None, None) if plan.window is None else (plan.window - 1, 0),
-        )
-        return _first(out)
+        named = {
+            "cu_seqlens_q": batch.cu_seqlens_q,
+            "seqused_k": batch.kv_lens,
+            "page_table": batch.page_table,
+            "softmax_scale": scale,
+            "causal": plan.causal,
+        }
+        if tiled is None or tile is None:
+            return _first(flash_attn_varlen_func(*operands, **named, window_size=(left, right)))
+        windows = {"window_size_left": left, "window_size_right": right}
+        return _first(tiled(*operands, **named, **windows, tile_mn=tile))
 
     return call
 

@@ -44,10 +44,11 @@ class Service:
 
     def __init__(self, folder: Path, verb: str, *argv: str, **environ: str) -> None:
         self._log = folder / f"{verb}-{time.monotonic_ns()}.log"
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tidemill", verb, *argv],
-                env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+                env={**os.environ, "PYTHONPATH": path, **environ},
                 cwd=folder,
                 stdout=log,
                 stderr=log,

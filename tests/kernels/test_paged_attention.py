@@ -339,10 +339,11 @@ def test_few_queries_are_written_beside_what_is_there(seed: int) -> None:
     assert (step.want()[70:] != 7.0).all(), "the control"
 
 
-def test_a_prompt_beside_them_splits_no_window(seed: int) -> None:
+def test_a_prompt_beside_them_splits_no_window(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Programs that find no keys cost time: two splits are enough for 300 keys of a window."""
     spans = [causal(0, 0, 4000), causal(1, 4000, 4001)]
     batch = problem(spans, seed).batch
+    monkeypatch.setattr(triton, "_num_sms", lambda _: triton._INTERPRETED_SMS)
     backend = TritonBackend(problem(spans[1:], seed).shape)
     plans = [backend.plan_few(batch, window=window) for window in (520, None)]
     splits = [plan.parts.acc.shape[2] for plan in plans if plan.parts is not None]

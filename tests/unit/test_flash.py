@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import logging
 import random
-import sys
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,70 +34,9 @@ from engine_service.attention.flash import (
 from engine_service.attention.reference import ReferenceBackend
 from engine_service.core.step import FULL, Span
 from tests.models.paged import PageTable, attend_steps, causal, random_steps
+from tests.unit.flash_libraries import dense, kvcache3, stand_in, varlen2, varlen4
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, page_size=16, dtype=torch.float64)
-
-
-def dense(
-    q: torch.Tensor,
-    pages: tuple[torch.Tensor, torch.Tensor],
-    cu_q: torch.Tensor,
-    kv_lens: torch.Tensor,
-    table: torch.Tensor,
-    scale: float,
-    is_causal: bool,
-    window: tuple[int | None, int | None],
-) -> torch.Tensor:
-    """What all generations promise: masks are aligned to the last query and the last key, and
-    queries behind the last span are not written."""
-    out = torch.full_like(q, torch.nan)
-    for span, (first, stop) in enumerate(pairwise(cu_q.tolist())):
-        length = int(kv_lens[span])
-        own = table[span, : -(-length // pages[0].shape[1])].long()
-        group = q.shape[1] // pages[0].shape[2]
-        k, v = (kept[own].flatten(0, 1)[:length].repeat_interleave(group, 1) for kept in pages)
-        i = torch.arange(stop - first)[:, None] + length - (stop - first)
-        j = torch.arange(length)[None]
-        left, right = (None if bound in (None, -1) else bound for bound in window)
-        right = 0 if is_causal else right
-        seen = torch.ones(stop - first, length, dtype=torch.bool)
-        seen &= True if left is None else j >= i - left
-        seen &= True if right is None else j <= i + right
-        scores = torch.einsum("qhd,lhd->hql", q[first:stop], k) * scale
-        weights = scores.masked_fill(~seen, -1e30).softmax(-1)
-        out[first:stop] = torch.einsum("hql,lhd->qhd", weights, v)
-    return out
-
-
-def varlen4(
-    q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, seqused_k: Any, page_table: Any,
-    softmax_scale: Any, causal: bool, window_size: Any,
-) -> Any:  # fmt: skip
-    assert page_table.dtype == seqused_k.dtype == cu_seqlens_q.dtype == torch.int32
-    out = dense(q, (k, v), cu_seqlens_q, seqused_k, page_table, softmax_scale, causal, window_size)
-    return out, None
-
-
-def kvcache3(
-    q: Any, k_cache: Any, v_cache: Any, *, cache_seqlens: Any, page_table: Any, cu_seqlens_q: Any,
-    max_seqlen_q: int, softmax_scale: Any, causal: bool, window_size: Any,
-) -> Any:  # fmt: skip
-    assert max_seqlen_q >= cu_seqlens_q.diff().max()
-    return dense(
-        q, (k_cache, v_cache), cu_seqlens_q, cache_seqlens, page_table, softmax_scale, causal,
-        window_size,
-    )  # fmt: skip
-
-
-def varlen2(
-    q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int,
-    max_seqlen_k: int, softmax_scale: Any, causal: bool, window_size: Any, block_table: Any,
-) -> Any:  # fmt: skip
-    kv_lens = cu_seqlens_k.diff()
-    assert cu_seqlens_k.dtype == torch.int32
-    assert max_seqlen_q >= cu_seqlens_q.diff().max()
-    assert max_seqlen_k >= kv_lens.max()
-    return dense(q, (k, v), cu_seqlens_q, kv_lens, block_table, softmax_scale, causal, window_size)
 
 
 GENERATIONS = [
@@ -145,17 +83,6 @@ class Few(ReferenceBackend):
         for first, stop in pairwise(batch.cu_seqlens_q.tolist()):
             if stop - first <= 2 and not self.forgets:
                 out_THD[first:stop] = out[first:stop]
-
-
-def stand_in(
-    monkeypatch: pytest.MonkeyPatch, load: Callable[[], FlashCall], path: str, **made: object
-) -> FlashCall:
-    names = path.split(".")
-    for end in range(1, len(names) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(names[:end]), ModuleType(path))
-    for name, function in made.items():
-        monkeypatch.setattr(sys.modules[path], name, function, raising=False)
-    return load()
 
 
 def computed_call(q: torch.Tensor, cache: Any, plan: FlashPlan, scale: float) -> torch.Tensor:
@@ -259,8 +186,8 @@ def test_few_queries_beside_prompts_go_to_the_other_backend(
 
 
 def test_few_keys_are_not_worth_a_launch(seed: int) -> None:
-    table, backend = PageTable(40, 400, SHAPE.page_size, seed), Counted(computed_call, Few(SHAPE))
-    prompt, rows = causal(0, 0, 80), [causal(row, 255, 256) for row in range(1, 33)]
+    table, backend = PageTable(40, 1024, SHAPE.page_size, seed), Counted(computed_call, Few(SHAPE))
+    prompt, rows = causal(0, 0, 80), [causal(row, 1023, 1024) for row in range(1, 33)]
     sizes = []
     for count in (31, 32):
         plan = backend.plan(table.batch([prompt, *rows[:count]]), window=None)
@@ -298,7 +225,7 @@ def test_one_warning_of_the_compiler_is_silenced(monkeypatch: pytest.MonkeyPatch
 
     batch = SimpleNamespace(cu_seqlens_q=None, kv_lens=None, page_table=None)
     plan: Any = FlashPlan(batch, None, True, batch)  # type: ignore[arg-type]
-    empty: Any = SimpleNamespace(k=None, v=None)
+    empty: Any = SimpleNamespace(k=torch.empty(0, 16, 2, 8), v=None)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         call = stand_in(monkeypatch, load_flash4, "flash_attn.cute", flash_attn_varlen_func=varlen)
