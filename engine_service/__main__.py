@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import uvloop
 
 from engine_service import limits
+from engine_service.child import calm_the_collector, load_calmly
 from engine_service.config import EngineConfig
 from engine_service.node import NodeRanks
 from engine_service.nodes import node_of
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def serve(config: EngineConfig) -> int:
     """One engine in this process until it is told to stop; returns the exit status."""
     log.configure(config.log_level, service="engine")
+    load_calmly()
     try:
         limits.check(config)
         node = node_of(config, os.environ)
@@ -52,6 +54,7 @@ async def _serve(config: EngineConfig) -> int:
     except ServiceError as error:
         _LOG.error("%s", error, extra=log.START_REFUSED)
         return 1
+    calm_the_collector()
     _LOG.info("listening on %s:%d", config.host, server.port)
     return await server.run()
 

@@ -11,7 +11,7 @@ import socket
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, cast
 
 from engine_service.core.control import Answer, Ask
@@ -34,21 +34,11 @@ from engine_service.core.messages import (
 from engine_service.pipe import Unframer, frame
 from engine_service.server.asks import Asks
 from engine_service.server.outlet import StepRows
-from engine_service.server.shares import select
+from engine_service.server.shares import Ended, Group, Route, Sink, group, select
 from engine_service.server.state import NO_LOAD
 from tidemill.runtime.errors import EngineDead, InternalError, ServiceError
 
 _REMEMBERED = 16_384  # request ids of ended requests that Abort still knows
-
-
-class Sink(Protocol):
-    """Who owns the rows of a stream. Neither method may block."""
-
-    def step(self, rows: StepRows) -> None:
-        """Tokens and finishes of this stream's handles."""
-
-    def failed(self, handle: int, error: ServiceError) -> None:
-        """The one terminal event of a handle that gets no Finish."""
 
 
 class _Nobody:
@@ -60,17 +50,6 @@ class _Nobody:
 
 
 _NOBODY = _Nobody()
-Ended = Callable[[Finish | ServiceError], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Where the rows of one key go; `ended` is called once, with what ended it."""
-
-    sink: Sink
-    handle: int
-    request_id: str
-    ended: Ended
 
 
 class CoreListener(Protocol):
@@ -103,7 +82,7 @@ class CoreClient(asyncio.Protocol):
         self._routes: dict[int, Route] = {}
         self._live_ids: dict[str, set[int]] = {}
         self._ended_ids: OrderedDict[str, None] = OrderedDict()
-        self._split: tuple[list[int], list[tuple[Sink, list[int], list[int]]]] = ([], [])
+        self._split: tuple[list[int], list[Group]] = ([], [])
         self._last_words: Fatal | None = None
         self._heard_ns = time.monotonic_ns()
         self._idle = asyncio.Event()
@@ -250,7 +229,7 @@ class CoreClient(asyncio.Protocol):
     def _deliver(self, output: StepOutput) -> None:
         self.load = output.load
         if output.keys != self._split[0]:
-            self._split = (output.keys, self._group(output.keys))
+            self._split = (output.keys, group(output.keys, self._routes))
         groups = self._split[1]
         if len(groups) == 1 and len(groups[0][1]) == len(output.keys):
             sink, handles, _ = groups[0]
@@ -261,18 +240,6 @@ class CoreClient(asyncio.Protocol):
                 sink.step(select(output, handles, rows, offsets))
         for row, finish in output.finished:
             self._end(output.keys[row], finish)
-
-    def _group(self, keys: list[int]) -> list[tuple[Sink, list[int], list[int]]]:
-        """(sink, handles, rows) per stream. The same rows run for many steps: made once for all."""
-        groups: dict[int, tuple[Sink, list[int], list[int]]] = {}
-        for row, key in enumerate(keys):
-            route = self._routes.get(key)
-            if route is None:
-                continue
-            group = groups.setdefault(id(route.sink), (route.sink, [], []))
-            group[1].append(route.handle)
-            group[2].append(row)
-        return list(groups.values())
 
     def _fail(self, key: int, error: ServiceError) -> None:
         route = self._end(key, error)

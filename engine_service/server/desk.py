@@ -21,7 +21,7 @@ from engine_service.core.facts import EngineFacts
 from engine_service.core.journal import KvEvents
 from engine_service.core.messages import Fatal, Load, Progress, RankTrace, Ready, StepTrace, Submit
 from engine_service.server.convert_transfer import check_role
-from engine_service.server.core_client import CoreClient, Sink
+from engine_service.server.core_client import CoreClient
 from engine_service.server.health import memory_in_use
 from engine_service.server.kv_feed import KvFeed
 from engine_service.server.metrics import DRAIN_TIMEOUT, Reading
@@ -29,6 +29,7 @@ from engine_service.server.observer import Observer
 from engine_service.server.outlet import Draining, LoadReport
 from engine_service.server.patience import Patience
 from engine_service.server.request_trace import method_of
+from engine_service.server.shares import Sink
 from engine_service.server.state import SERVING, EngineState, StateBoard
 from engine_service.server.tokenizer_files import TokenizerFiles, read_tokenizer
 from engine_service.server.transfer_in import Fetches
@@ -48,7 +49,6 @@ class OpenSession(Protocol):
     def notify(self, notice: LoadReport | Draining) -> None: ...
 
     def close(self, error: ServiceError | None = None) -> None: ...
-
     def abort_all(self) -> list[str]: ...
 
 

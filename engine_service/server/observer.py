@@ -10,7 +10,6 @@ from engine_service.config import EngineConfig
 from engine_service.core.facts import EngineFacts
 from engine_service.core.messages import Finish, RankTrace, SetTracing, StepTrace, Submit
 from engine_service.limits import MAX_TRACE_LEVEL
-from engine_service.server.core_client import Ended
 from engine_service.server.metrics import EngineMetrics, Reading
 from engine_service.server.request_trace import (
     TRANSFER_SPAN,
@@ -18,6 +17,7 @@ from engine_service.server.request_trace import (
     method_of,
     trace_refusal,
 )
+from engine_service.server.shares import Ended
 from tidemill.runtime.errors import InvalidRequest, ServiceError
 from tidemill.telemetry.context import TraceContext, parse
 from tidemill.telemetry.tracer import Span, Tracer
