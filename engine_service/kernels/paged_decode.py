@@ -26,6 +26,7 @@ from engine_service.kernels.paged_tiles import (
     Sums,
     Tiles,
     attend,
+    attend_apart,
     build,
     fresh_sums,
     load_queries,
@@ -44,6 +45,8 @@ _PROGRAMS_PER_SM = MappingProxyType({16: 3, 32: 2, 64: 2, 128: 1})
 """Programs that a multiprocessor holds at a time, by rows of a tile: so many fit its registers and
 shared memory as compiled for compute capability 9.0, 16 bit and head size 128. More wait, and even
 those that find no keys cost 0.2 us each."""
+_APART_REGISTERS = 168
+"""Of a thread: so many let three programs of four warps run at once, and nothing is spilled."""
 _MAX_SPLITS = 16
 """More parts take longer to combine than they save."""
 
@@ -148,7 +151,8 @@ def _heads_of_queries(count: tl.tensor, B: tl.constexpr, ROWS: tl.constexpr) -> 
     """(query [ROWS], head [ROWS], whether the row is used [ROWS]) of a tile's first rows."""
     row = tl.arange(0, ROWS)
     query = row // B.group_size
-    return query, tl.program_id(1) * B.group_size + row % B.group_size, query < count
+    head = tl.program_id(1 - B.span_axis) * B.group_size + row % B.group_size
+    return query, head, query < count
 
 
 @jit
@@ -199,7 +203,8 @@ def _store_last(
     """Hands over this split's sums; whoever comes last finds all parts and writes the output. Only
     the first ROWS rows of a tile hold queries."""
     query, head, valid = _heads_of_queries(count, B, B.block_m)
-    pair = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    num_heads = tl.num_programs(1 - B.span_axis)
+    pair = tl.program_id(B.span_axis) * num_heads + tl.program_id(1 - B.span_axis)
     first_slot = pair * tl.num_programs(2)
     if used == 1:
         store_output(rows, sums, token + query, head, valid, B)
@@ -236,7 +241,7 @@ def _short_kernel(
 ) -> None:
     # Before the wait only what was there when the kernel ahead began may be read. No load but that
     # of a page or of a span's first query needs the result of another.
-    span = tl.program_id(0)
+    span, own_head = tl.program_id(B.span_axis), tl.program_id(1 - B.span_axis)
     kv_len = tl.load(spans.kv_lens + span)
     mask_block = tl.load(spans.mask_block + span)
     token, count = span, 1
@@ -254,18 +259,21 @@ def _short_kernel(
     # Split 0 always goes on to the wait: this kernel must not end before the one ahead.
     if tl.program_id(2) >= used:
         return
-    keys = Keys(pages, spans.page_table + span.to(tl.int64) * table_stride, tl.program_id(1))
+    keys = Keys(pages, spans.page_table + span.to(tl.int64) * table_stride, own_head)
     page = page_ids(keys, start, stop, B)
     if B.pdl:
         tl.extra.cuda.gdc_wait()
         # The product behind one row asks for weights from all multiprocessors as soon as it is let
         # go; these few programs' keys, and the parts they hand over, would come behind them.
-        if tl.num_programs(0) > 1:
+        if tl.num_programs(B.span_axis) > 1:
             tl.extra.cuda.gdc_launch_dependents()
     if count <= 0:
         return
     q = load_queries(rows, token + query, head, valid, B)
-    sums = attend(q, fresh_sums(B), keys, sight, page, start, stop, rows.scale, B)
+    if B.num_parts > 1:
+        sums = attend_apart(q, keys, sight, page, start, stop, rows.scale, B)
+    else:
+        sums = attend(q, fresh_sums(B), keys, sight, page, start, stop, rows.scale, B)
     if parts is None:
         store_output(rows, sums, token + query, head, valid, B)
     else:
@@ -300,7 +308,8 @@ def paged_decode_triton(
     rows, pages = operands(q_THD, out, k, v, scale)
     built = build(q_THD, k, window=window, tiles=tiles)
     num_splits = 1 if parts is None else parts.acc.shape[2]
-    grid = (spans.kv_lens.shape[0], k.shape[2], num_splits)
+    pairs = (spans.kv_lens.shape[0], k.shape[2])
+    grid = (*(pairs[::-1] if tiles.span_first else pairs), num_splits)
     _short_kernel[grid](
         rows,
         pages,
@@ -314,5 +323,6 @@ def paged_decode_triton(
         num_warps=tiles.num_warps,
         num_stages=fitting_stages(tiles.num_stages, q_THD.device),
         launch_pdl=built.pdl,
+        **({"maxnreg": _APART_REGISTERS} if tiles.apart else {}),
     )
     return out

@@ -33,6 +33,11 @@ class Tiles:
     block_n: int
     num_warps: int
     num_stages: int
+    apart: bool = False
+    """Each warp has a softmax of its own over an equal part of every tile's keys: for 16 rows, 16
+    bits, and tiles that cross no page."""
+    span_first: bool = False
+    """Programs start span by span, with all heads of one; else head by head."""
 
 
 class Spans(NamedTuple):
@@ -83,6 +88,10 @@ class Build(NamedTuple):
     """0: none."""
     block_m: int
     block_n: int
+    num_parts: int
+    """Warps that see keys of their own; 1: all share every tile."""
+    span_axis: int
+    """Of the grid."""
     pdl: bool
     """Programmatic dependent launch: the kernel waits itself for the one ahead of it."""
 
@@ -131,6 +140,7 @@ def build(q_THD: torch.Tensor, k: torch.Tensor, *, window: int | None, tiles: Ti
     group_size = num_heads // num_kv_heads
     assert group_size <= tiles.block_m
     assert head_dim <= MAX_HEAD_DIM
+    assert not tiles.apart or (page_size % tiles.block_n == 0 and q_THD.dtype != torch.float32)
     return Build(
         num_heads=num_heads,
         group_size=group_size,
@@ -140,6 +150,8 @@ def build(q_THD: torch.Tensor, k: torch.Tensor, *, window: int | None, tiles: Ti
         window=window or 0,
         block_m=tiles.block_m,
         block_n=tiles.block_n,
+        num_parts=tiles.num_warps if tiles.apart else 1,
+        span_axis=int(tiles.span_first),
         pdl=overlaps_launches(q_THD.device),
     )
 
@@ -274,3 +286,64 @@ def attend(
         peak = new_peak
         page = next_page
     return Sums(acc, peak, total)
+
+
+@jit
+def _join(acc: tl.tensor, peak: tl.tensor, total: tl.tensor) -> Sums:
+    """One softmax of W: [W, M, D], [W, M], [W, M]."""
+    joined = tl.max(peak, 0)
+    weight = tl.exp2(peak - joined[None, :])
+    return Sums(tl.sum(acc * weight[:, :, None], 0), joined, tl.sum(total * weight, 0))
+
+
+@jit
+def attend_apart(
+    q: tl.tensor,
+    keys: Keys,
+    sight: Sight,
+    page: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    scale: tl.tensor,
+    B: tl.constexpr,
+) -> Sums:
+    """`attend` from fresh sums, where each of W warps has a softmax of its own over its part of a
+    tile. Warps that share one wait for each other nine times a tile, these three (`sm_90`)."""
+    W: tl.constexpr = B.num_parts
+    N: tl.constexpr = B.block_n // B.num_parts
+    M: tl.constexpr = B.block_m
+    D: tl.constexpr = B.block_d
+    acc = tl.zeros([W, M, D], tl.float32)
+    peak = tl.full([W, M], -1e30, tl.float32)
+    total = tl.zeros([W, M], tl.float32)
+    q_WMD = tl.broadcast_to(q[None, :, :], [W, M, D])
+    column = tl.arange(0, W)[:, None] * N + tl.arange(0, N)[None, :]
+    dim = tl.arange(0, D)[None, None, :]
+    whole = tl.max(sight.first) if B.window else start
+    whole_stop = tl.min(sight.last) - B.block_n
+    head_place = keys.head.to(tl.int64) * keys.pages.head_stride
+    for tile in tl.range(start, stop, B.block_n):
+        next_page = page_ids(keys, tile + B.block_n, stop, B)
+        key = tile + column
+        place = page.to(tl.int64) * keys.pages.page_stride + head_place
+        place += tile % B.page_size * keys.pages.slot_stride
+        at = (place + column * keys.pages.slot_stride)[:, :, None] + dim
+        written = (key < stop)[:, :, None]
+        if B.block_d != B.head_dim:
+            written = written & (dim < B.head_dim)
+        k = tl.load(keys.pages.k + at, mask=written, other=0.0)
+        scores = tl.dot(q_WMD, tl.permute(k, (0, 2, 1)))
+        if (tile > whole_stop) | (tile < whole):
+            seen = key[:, None, :] < sight.last[None, :, None]
+            if B.window:
+                seen = seen & (key[:, None, :] >= sight.first[None, :, None])
+            scores = tl.where(seen, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 2) * scale)
+        weights = tl.exp2(scores * scale - new_peak[:, :, None])
+        shrink = tl.exp2(peak - new_peak)
+        v = tl.load(keys.pages.v + at, mask=written, other=0.0)
+        total = total * shrink + tl.sum(weights, 2)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, :, None])
+        peak = new_peak
+        page = next_page
+    return _join(acc, peak, total)
