@@ -26,12 +26,13 @@ from statistics import median
 import torch
 import torch.multiprocessing as processes
 
-from engine_service.distributed import Group, Place, meet, open_store
+from engine_service.distributed import Group, meet, open_store
 from engine_service.kernels.mailed_sum import add_mailed_shares_triton, add_mailed_triton
 from engine_service.kernels.norm import add_rms_norm
 from engine_service.kernels.peer_sum import add_parts_triton
 from engine_service.kernels.rounds_sum import add_parts_rounds_triton
 from engine_service.peers import LEAST_INPUTS, NUM_SITES, PeerSums
+from engine_service.place import Place
 from engine_service.pushes import MakeRows
 
 _ROUNDS, _SUMS, _REPLAYS = 15, 20, 5

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from engine_service.core.params import SchedulerLimits
     from engine_service.core.pool_admission import Reception
     from engine_service.core.scheduler import Scheduler
-    from engine_service.distributed import Place, Store
+    from engine_service.distributed import Store
     from engine_service.parts import Parts
+    from engine_service.place import Place
     from engine_service.worker.checkpoint import Report
 
 

@@ -26,6 +26,7 @@ from engine_service import first_rank
 from engine_service.beside import Summed
 from engine_service.device_kinds import check_kinds, kind_of
 from engine_service.peers import PeerSums
+from engine_service.place import Place
 from engine_service.pushes import MakeRows
 from engine_service.stages import WHOLE, Links, Stage
 
@@ -43,27 +44,6 @@ _HERE, _ANYWHERE = "127.0.0.1", ("0.0.0.0", "::")
 _LOG = logging.getLogger("tidemill.rank")
 _ON_DEVICES: WeakSet[Any] = WeakSet()
 """The library's groups whose ranks wait for each other on their devices."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Which rank of how many, and where they meet: (host, port) of rank 0's store."""
-
-    rank: int = 0
-    size: int = 1
-    meet_at: tuple[str, int] = ("", 0)
-    local_rank: int = 0
-    """The rank's number on its own machine: that of its device."""
-    local_size: int = 0
-    """Ranks on its machine; 0: all of them."""
-
-    @property
-    def num_here(self) -> int:
-        """Ranks that share this machine's cores."""
-        return self.local_size or self.size
-
-
-FIRST = Place()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

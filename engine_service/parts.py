@@ -21,12 +21,13 @@ from engine_service.core.step import Memory
 from engine_service.core.strategy import DecodeStrategy, Executor, ExecutorLimits
 from engine_service.core.transfers import Transfers
 from engine_service.defaults import read_knobs, sampling_defaults
-from engine_service.distributed import FIRST, Group, Place, Store
+from engine_service.distributed import Group, Store
 from engine_service.limits import check_count
 from engine_service.model_folder import folder_of
 from engine_service.models.base import ModelTraits
 from engine_service.models.sharing import check_fit
 from engine_service.nodes import check_nodes
+from engine_service.place import FIRST, Place
 from engine_service.rank_worker import make_strategies, make_transfers, open_worker
 from engine_service.ranks.choice import hosts_of
 from engine_service.ranks.group import open_group

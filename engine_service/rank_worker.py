@@ -17,8 +17,9 @@ from engine_service.core.facts import EngineFacts
 from engine_service.core.pages import PageManager
 from engine_service.core.strategy import DecodeStrategy
 from engine_service.core.transfers import Transfers
-from engine_service.distributed import Place, Store
+from engine_service.distributed import Store
 from engine_service.models.base import ModelTraits
+from engine_service.place import Place
 from engine_service.worker.checkpoint import Report
 from engine_service.worker.page_store import PageStore, WholePages
 from engine_service.worker.worker import Worker

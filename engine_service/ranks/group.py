@@ -22,9 +22,10 @@ import torch.distributed as dist
 from engine_service.config import EngineConfig
 from engine_service.core.step import Decisions, StepPlan
 from engine_service.core.strategy import Executor
-from engine_service.distributed import Place, Store, abort_all, open_store
+from engine_service.distributed import Store, abort_all, open_store
 from engine_service.peers import release_all
 from engine_service.pipe import pack
+from engine_service.place import Place
 from engine_service.ranks.group_pages import Flights, GroupPages
 from engine_service.ranks.hosts import Hosts
 from engine_service.ranks.loading import Loading, Report

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from engine_service.child import pipe_of
 from engine_service.config import EngineConfig
-from engine_service.distributed import Place
 from engine_service.limits import MOST_RANKS
+from engine_service.place import Place
 from engine_service.ranks.broadcast import Wires
 from engine_service.ranks.gathering import Arrival, listen
 from engine_service.ranks.near import Told

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from engine_service.config import EngineConfig
-
-if TYPE_CHECKING:
-    from engine_service.distributed import Place
+from engine_service.place import Place
 from tidemill.runtime.errors import ServiceError
 
 WEIGHTS = "weights"

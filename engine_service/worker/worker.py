@@ -20,11 +20,12 @@ from engine_service.config import EngineConfig
 from engine_service.core.pooling import Pooling
 from engine_service.core.step import Decisions, StepPlan
 from engine_service.core.strategy import DecodeStrategy, ExecutorLimits
-from engine_service.distributed import FIRST, Group, Place, Store, meet
+from engine_service.distributed import Group, Store, meet
 from engine_service.kernels.jit import is_kernel_failure, kernel_fault
 from engine_service.models.base import CausalModel, ModelTraits
 from engine_service.models.sharing import check_fit
 from engine_service.out_of_memory import is_out_of_memory
+from engine_service.place import FIRST, Place
 from engine_service.resolve import resolve
 from engine_service.worker.alike import check_alike
 from engine_service.worker.buckets import Bucket, buckets_of

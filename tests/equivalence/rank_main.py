@@ -23,7 +23,7 @@ import engine_service.parts  # noqa: F401 - every rank would import it for itsel
 from engine_service.child import die_with
 from engine_service.composition import compose
 from engine_service.config import EngineConfig
-from engine_service.distributed import Place
+from engine_service.place import Place
 from tests.equivalence.engine_runs import run
 
 FORK = multiprocessing.get_context("fork")

@@ -15,7 +15,8 @@ import torch
 
 from engine_service.composition import Engine, compose
 from engine_service.config import EngineConfig
-from engine_service.distributed import Group, Place
+from engine_service.distributed import Group
+from engine_service.place import Place
 from engine_service.worker import worker
 
 TIMEOUT_S = 60.0

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from engine_service.config import EngineConfig
-from engine_service.distributed import ALONE, Group, Place
+from engine_service.distributed import ALONE, Group
 from engine_service.layers.ahead import Ahead
 from engine_service.models.base import CausalModel
+from engine_service.place import Place
 from engine_service.rank_worker import make_strategies
 from engine_service.worker.worker import Worker
 from tests.equivalence.shapes import GREEDY, SHAPES

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from engine_service.distributed import Group, Place, meet, open_store
+from engine_service.distributed import Group, meet, open_store
 from engine_service.kernels.norm import rms_norm_ref
 from engine_service.kernels.peer_sum import add_parts_ref
 from engine_service.peers import LEAST_INPUTS, NUM_SITES, PeerSums
+from engine_service.place import Place
 from engine_service.pushes import LEAST_ROWS, MakeRows
 
 WIDTH, MOST, TURNS = 2560, 8192, 180

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from engine_service.distributed import Group, Place, meet, open_store
+from engine_service.distributed import Group, meet, open_store
+from engine_service.place import Place
 from engine_service.pushes import LEAST_ROWS
 from tests.gpu.peer_sums import MOST, WIDTH, sum_of
 

@@ -14,11 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from engine_service.config import EngineConfig
 from engine_service.pipe import BlockingPipe, Unframer, pair
+from engine_service.place import Place
+from engine_service.ranks import silence
+from engine_service.ranks.messages import Start
 from engine_service.ranks.watcher import Watcher
 from tests.left_over import await_nothing_new, held
+from tests.service.late_follower import IMPORTED_S
 from tests.waiting import PATIENCE_S, eventually, stopwatch
-from tidemill.runtime.errors import EngineDead, InvalidRequest, ServiceError
+from tidemill.runtime.errors import EngineDead, InvalidRequest, NotFound, ServiceError
 
 FOLLOWER = "tests.service.idle_follower"
 BOUND_S = 5.0
@@ -213,6 +218,22 @@ def test_what_a_follower_says_of_its_end_is_raised_as_it_was() -> None:
         with pytest.raises(InvalidRequest, match=r"rank 2 \(pid \d+\): page_size 7") as caught:
             ready(watcher)
         assert (caught.value.param, caught.value.reason) == ("page_size", "INVALID_ARGUMENT")
+
+
+def test_a_rank_that_still_imports_shows_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its libraries may come from a network's storage, for longer than silence may last."""
+    monkeypatch.setattr(silence, "LOADING_S", IMPORTED_S / 2)
+    lost: list[ServiceError] = []
+    watcher = Watcher(1, on_lost=lost.append, module="tests.service.late_follower")
+    watcher.open()
+    began = time.monotonic()
+    try:
+        watcher.tell(1, Start(EngineConfig(), Place(1, 2), ends_silent_leader=True))
+        with pytest.raises(NotFound, match="nothing to load"):
+            ready(watcher)
+        assert time.monotonic() - began > IMPORTED_S
+    finally:
+        watcher.close()
 
 
 def test_a_silent_end_while_loading_names_the_stage() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from engine_service.composition import compose
 from engine_service.config import EngineConfig
-from engine_service.distributed import FIRST, Place
+from engine_service.place import FIRST, Place
 from engine_service.rank_worker import make_strategies, open_worker
 from engine_service.ranks.group import open_group
 from engine_service.ranks.hosts import SeveralHosts, ThisHost

@@ -11,7 +11,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine_service import distributed
 from engine_service.device_kinds import CPU, check_kinds, kind_of
-from engine_service.distributed import Place, meet
+from engine_service.distributed import meet
+from engine_service.place import Place
 from tidemill.runtime.errors import FailedPrecondition
 
 H200, A100 = "NVIDIA H200 (...)", "NVIDIA A100 (...)"

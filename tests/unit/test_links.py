@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from engine_service import distributed, stages
-from engine_service.distributed import Place, abort_all, meet
+from engine_service.distributed import abort_all, meet
+from engine_service.place import Place
 from engine_service.stages import Links, Stage
 from engine_service.worker import memory
 from engine_service.worker.memory import find_room

@@ -21,9 +21,10 @@ from engine_service import distributed, parts, peers, rank_worker
 from engine_service.composition import compose
 from engine_service.config import EngineConfig
 from engine_service.core.step import StepPlan
-from engine_service.distributed import FIRST, Group, Place, open_store
+from engine_service.distributed import Group, open_store
 from engine_service.peers import PeerSums
 from engine_service.pipe import pack
+from engine_service.place import FIRST, Place
 from engine_service.rank_worker import open_worker
 from engine_service.ranks import following
 from engine_service.ranks import group as ranks_group
