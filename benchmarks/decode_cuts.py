@@ -1,9 +1,9 @@
 """Attention of decoding rows by how the kernel is cut, over the keys that whole request sets have.
 
-    python -m benchmarks.decode_cuts [--heads 16] [--json FILE]
+    python -m benchmarks.decode_cuts [--heads 16] [--kv-heads 8] [--json FILE]
 
-Microseconds of a layer in a CUDA graph, medians, and TB/s of keys and values; 8 key-value heads of
-128, bfloat16, pages of 64 that lie anywhere. `mixed256@400` are the rows of that set that still
+Microseconds of a layer in a CUDA graph, medians, and TB/s of keys and values; heads of 128,
+bfloat16, pages of 64 that lie anywhere. `mixed256@400` are the rows of that set that still
 decode at step 400, longest first as a batch has them; `256x1088` are equal ones. Every cut must
 give what the first one gives.
 """
@@ -30,8 +30,7 @@ from engine_service.kernels.paged_decode import (
 from engine_service.kernels.paged_tiles import Spans, Tiles
 from tidemill.bench.sets import request_sets
 
-_KV_HEADS, _HEAD_DIM, _PAGE, _ROWS = 8, 128, 64, 16
-_KEY_BYTES = 2 * _KV_HEADS * _HEAD_DIM * 2
+_HEAD_DIM, _PAGE, _ROWS = 128, 64, 16
 _CACHED, _MOST_LAYERS = 1 << 28, 64
 """Bytes that layers of a graph read together at least, so that no cache holds them."""
 _CASES = (
@@ -48,6 +47,10 @@ class Case(NamedTuple):
     q: torch.Tensor
     layers: list[tuple[torch.Tensor, torch.Tensor]]
 
+    @property
+    def kv_heads(self) -> int:
+        return self.layers[0][0].shape[2]
+
 
 def keys_of(name: str) -> list[int]:
     """Longest first."""
@@ -60,7 +63,12 @@ def keys_of(name: str) -> list[int]:
     return sorted((len(p) + int(step) for p, out in pairs if out > int(step)), reverse=True)
 
 
-def make_case(keys: list[int], heads: int, device: torch.device) -> Case:
+def bytes_of(keys: list[int], kv_heads: int) -> int:
+    """Of keys and values of a layer."""
+    return sum(keys) * 2 * kv_heads * _HEAD_DIM * torch.bfloat16.itemsize
+
+
+def make_case(keys: list[int], heads: int, kv_heads: int, device: torch.device) -> Case:
     width, rows = -(-max(keys) // _PAGE), len(keys)
     pages = [-(-count // _PAGE) for count in keys]
     order = torch.randperm(sum(pages)).to(torch.int32)
@@ -75,8 +83,8 @@ def make_case(keys: list[int], heads: int, device: torch.device) -> Case:
         mask_block=torch.ones_like(kv_lens),
         page_table=table.to(device),
     )
-    num_layers = min(_MOST_LAYERS, max(4, -(-_CACHED // (sum(keys) * _KEY_BYTES))))
-    size = (num_layers, 2, sum(pages), _KV_HEADS, _PAGE, _HEAD_DIM)
+    num_layers = min(_MOST_LAYERS, max(4, -(-_CACHED // bytes_of(keys, kv_heads))))
+    size = (num_layers, 2, sum(pages), kv_heads, _PAGE, _HEAD_DIM)
     pool = torch.empty(size, dtype=torch.bfloat16, device=device).normal_()
     layers = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in pool]
     q = torch.randn(rows, heads, _HEAD_DIM, device=device).bfloat16()
@@ -85,9 +93,9 @@ def make_case(keys: list[int], heads: int, device: torch.device) -> Case:
 
 def cuts(case: Case, num_sms: int) -> dict[str, tuple[Tiles, int]]:
     """Tiles and splits by name; the engine's own is the first."""
-    programs, longest = len(case.keys) * _KV_HEADS, case.keys[0]
+    programs, longest = len(case.keys) * case.kv_heads, case.keys[0]
     own = short_tiles(_ROWS, _HEAD_DIM, torch.bfloat16, programs, longest)
-    splits = count_splits(len(case.keys), _KV_HEADS, longest, block_m=_ROWS, num_sms=num_sms)
+    splits = count_splits(len(case.keys), case.kv_heads, longest, block_m=_ROWS, num_sms=num_sms)
     apart = Tiles(_ROWS, 64, 4, 3, apart=True)
     found = {
         "own": (own, splits),
@@ -117,7 +125,7 @@ def layer_call(case: Case, tiles: Tiles, splits: int) -> Callable[[int], torch.T
     """What layer i launches."""
     parts = None
     if splits > 1:
-        size = (len(case.keys), _KV_HEADS, splits, _ROWS, _HEAD_DIM)
+        size = (len(case.keys), case.kv_heads, splits, _ROWS, _HEAD_DIM)
         parts = new_parts(*size, case.q.device)
 
     def call(layer: int) -> torch.Tensor:
@@ -135,8 +143,8 @@ def layer_call(case: Case, tiles: Tiles, splits: int) -> Callable[[int], torch.T
     return call
 
 
-def measure(name: str, heads: int, device: torch.device) -> dict[str, Any]:
-    case = make_case(keys_of(name), heads, device)
+def measure(name: str, heads: int, kv_heads: int, device: torch.device) -> dict[str, Any]:
+    case = make_case(keys_of(name), heads, kv_heads, device)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     want: torch.Tensor | None = None
     figures: dict[str, Any] = {}
@@ -148,7 +156,7 @@ def measure(name: str, heads: int, device: torch.device) -> dict[str, Any]:
         assert off < 1e-2, f"{name}, {cut}: differs by {off}"
         took = time_us(partial(run_layers, call, len(case.layers))) / len(case.layers)
         figures[cut] = {"us": round(took, 2), "splits": splits}
-        speed = sum(case.keys) * _KEY_BYTES / took / 1e6
+        speed = bytes_of(case.keys, kv_heads) / took / 1e6
         print(f"{name:14} {cut:32} {splits:3} splits {took:9.2f} us {speed:6.2f} TB/s", flush=True)
     return {"rows": len(case.keys), "keys": sum(case.keys), "cuts": figures}
 
@@ -156,15 +164,18 @@ def measure(name: str, heads: int, device: torch.device) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--cases", default=_CASES)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = torch.cuda.get_device_name(device)
-    print(f"{gpu}, {options.heads} heads")
-    found = {name: measure(name, options.heads, device) for name in options.cases.split(",")}
+    heads, kv_heads = options.heads, options.kv_heads
+    print(f"{gpu}, {heads} heads over {kv_heads}")
+    names = options.cases.split(",")
+    found = {name: measure(name, heads, kv_heads, device) for name in names}
     if options.json:
-        figures = {"gpu": gpu, "heads": options.heads, "cases": found}
+        figures = {"gpu": gpu, "heads": heads, "kv_heads": kv_heads, "cases": found}
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
