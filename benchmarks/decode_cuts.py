@@ -109,6 +109,8 @@ def cuts(case: Case, num_sms: int) -> dict[str, tuple[Tiles, int]]:
             splits,
         ),
     }
+    if case.q.shape[1] // case.kv_heads <= 8:
+        found["apart, 8 rows, span first"] = (replace(apart, block_m=8, span_first=True), splits)
     for more in (2, 4):
         many = min(16, splits * more, longest // 256)
         if many > splits:
@@ -125,7 +127,7 @@ def layer_call(case: Case, tiles: Tiles, splits: int) -> Callable[[int], torch.T
     """What layer i launches."""
     parts = None
     if splits > 1:
-        size = (len(case.keys), case.kv_heads, splits, _ROWS, _HEAD_DIM)
+        size = (len(case.keys), case.kv_heads, splits, tiles.block_m, _HEAD_DIM)
         parts = new_parts(*size, case.q.device)
 
     def call(layer: int) -> torch.Tensor:
