@@ -163,9 +163,8 @@ def _is_causal(batch: AttentionBatch, window: int | None) -> bool | None:
 
 def page_tile(capability: tuple[int, int], page_size: int, head_dim: int) -> tuple[int, int] | None:
     """(queries, keys) of a tile of FlashAttention 4 whose keys are one page, so that it is loaded
-    whole instead of slot by slot. None: FlashAttention's own choice."""
-    hopper = capability[0] == 9
-    return (192, 64) if hopper and page_size == 64 and 96 < head_dim <= 128 else None
+    whole instead of slot by slot (benchmarks/flash_tiles.py). None: FlashAttention's own choice."""
+    return (192, 64) if capability[0] == 9 and (page_size, head_dim) == (64, 128) else None
 
 
 @lru_cache(maxsize=8)

@@ -57,6 +57,7 @@ def test_pages_that_are_loaded_whole_end_with_zeros(
     [
         ((9, 0), 64, 128, (192, 64)),
         ((9, 0), 64, 64, None),
+        ((9, 0), 64, 112, None),
         ((9, 0), 64, 192, None),
         ((9, 0), 128, 128, None),
         ((9, 0), 16, 128, None),
