@@ -111,10 +111,11 @@ def cuts(case: Case, num_sms: int) -> dict[str, tuple[Tiles, int]]:
     }
     if case.q.shape[1] // case.kv_heads <= 8:
         found["apart, 8 rows, span first"] = (replace(apart, block_m=8, span_first=True), splits)
-    for more in (2, 4):
-        many = min(16, splits * more, longest // 256)
-        if many > splits:
-            found[f"apart, span first, {many} splits"] = (replace(apart, span_first=True), many)
+    for name in ("own", "apart", "apart, span first"):
+        for more in (2, 4):
+            many = min(16, splits * more, longest // 256)
+            if many > splits:
+                found[f"{name}, more splits ({many})"] = (found[name][0], many)
     return found
 
 
