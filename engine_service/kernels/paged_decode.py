@@ -45,8 +45,6 @@ _PROGRAMS_PER_SM = MappingProxyType({16: 3, 32: 2, 64: 2, 128: 1})
 """Programs that a multiprocessor holds at a time, by rows of a tile: so many fit its registers and
 shared memory as compiled for compute capability 9.0, 16 bit and head size 128. More wait, and even
 those that find no keys cost 0.2 us each."""
-_APART_REGISTERS = 168
-"""Of a thread: so many let three programs of four warps run at once, and nothing is spilled."""
 _MAX_SPLITS = 16
 """More parts take longer to combine than they save."""
 
@@ -323,6 +321,6 @@ def paged_decode_triton(
         num_warps=tiles.num_warps,
         num_stages=fitting_stages(tiles.num_stages, q_THD.device),
         launch_pdl=built.pdl,
-        **({"maxnreg": _APART_REGISTERS} if tiles.apart else {}),
+        maxnreg=tiles.registers,
     )
     return out

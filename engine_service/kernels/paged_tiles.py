@@ -38,6 +38,8 @@ class Tiles:
     bits, and tiles that cross no page."""
     span_first: bool = False
     """Programs start span by span, with all heads of one; else head by head."""
+    registers: int | None = None
+    """A thread's at most: fewer let more programs run at once; None: as many as it takes."""
 
 
 class Spans(NamedTuple):
