@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
     pytest.mark.timeout(600),
 ]
-FLAGS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "memory_fraction": 0.3}
+FLAGS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "memory_fraction": 0.12}
 SMALL = FLAGS | {"num_pages": 64}
 """Of many engines in one process."""
 FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
@@ -101,7 +101,7 @@ async def test_a_lost_rank_ends_the_engine_and_frees_its_memory(
     rank: int, sent: signal.Signals, num_stages: int
 ) -> None:
     before = taken()
-    await lose(rank, sent, num_stages, device="cuda", memory_fraction=0.3)
+    await lose(rank, sent, num_stages, device="cuda", memory_fraction=0.12)
     await until(lambda: all(now <= was + SPARE for now, was in zip(taken(), before, strict=True)))
 
 
