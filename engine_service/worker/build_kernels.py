@@ -6,13 +6,11 @@ query, by whether keys are split, by what its rows want to be chosen by. It does
 ways; it tries sizes by powers of two. Everything is read from and written to the trash row. (The
 one request that `core/warm_up.py` sends through a whole engine meets few of them.)
 
-A kernel that cannot be built here is told and left to the requests that need it: which kernels an
-engine does without has been decided by then.
+A kernel that cannot be built here fails here, and not in a request.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -20,9 +18,8 @@ from itertools import chain
 import torch
 
 from engine_service.core.step import Span, granularity
-from engine_service.kernels.jit import in_one_line, is_kernel_failure, runs_triton
+from engine_service.kernels.jit import runs_triton
 from engine_service.models.base import ModelTraits
-from engine_service.out_of_memory import is_out_of_memory
 from engine_service.resolve import ResolvedConfig
 from engine_service.sampling.batch import Wants
 from engine_service.staging import stage as put
@@ -30,8 +27,6 @@ from engine_service.worker.batch import bind_batch, columns_of
 from engine_service.worker.buckets import FILTERED, PLAIN
 from engine_service.worker.layout import lay_out
 from engine_service.worker.program import StepProgram
-
-_LOG = logging.getLogger("tidemill.rank")
 
 _MOST_TOKENS = 2048
 """Of a step here. Longer ones run the same kernels, and one has been run to see what memory it
@@ -52,11 +47,11 @@ def build_kernels(program: StepProgram, resolved: ResolvedConfig) -> None:
     own = replace(program, stage=program.stage.unlinked)
     traits, row = program.model.traits, program.tables.trash_row
     for spans in typical_steps(resolved, traits, row):
-        _try(own, spans, resolved, [PLAIN])
+        _run(own, spans, resolved, [PLAIN])
     if traits.methods:
         most = max(1, resolved.logit_chunk // granularity(traits.mask_block))
         for count in sorted({min(count, most, resolved.max_rows) for count in _ROWS}):
-            _try(own, [_span(1, 0, traits, row)] * count, resolved, list(kinds_of_choice()))
+            _run(own, [_span(1, 0, traits, row)] * count, resolved, list(kinds_of_choice()))
     if program.tables.device.type == "cuda":
         torch.cuda.synchronize(program.tables.device)
 
@@ -104,22 +99,6 @@ def _span(blocks: int, behind: int, traits: ModelTraits, row: int) -> Span:
     stop = max(blocks * block, behind)
     decided = (stop, stop + 1) if traits.logits_shift else (stop - block, stop)
     return Span(row, stop - blocks * block, stop, stop, block, *decided)
-
-
-def _try(
-    program: StepProgram, spans: Sequence[Span], resolved: ResolvedConfig, kinds: Sequence[Wants]
-) -> None:
-    try:
-        _run(program, spans, resolved, kinds)
-    except Exception as error:
-        if is_out_of_memory(error) or not is_kernel_failure(error):
-            raise
-        _LOG.warning(
-            "requests that come to a step of %d spans and %d tokens will end this engine: %s",
-            len(spans),
-            sum(span.num_tokens for span in spans),
-            in_one_line(error),
-        )
 
 
 @torch.inference_mode()

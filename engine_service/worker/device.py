@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from engine_service.distributed import Group
-from engine_service.kernels.jit import give_up_kernels, in_one_line, kernel_fault
+from engine_service.kernels.jit import (
+    give_up_kernels,
+    in_one_line,
+    is_kernel_failure,
+    kernel_fault,
+)
+from engine_service.out_of_memory import is_out_of_memory
 from tidemill.runtime.errors import InvalidRequest, Unsupported
 
+_Started = TypeVar("_Started")
 _LOG = logging.getLogger("tidemill.rank")
 _FAILURES_S = 60.0
 """Between the first rank and the last in finding out that a kernel does not work."""
@@ -100,6 +110,22 @@ def agree_on_kernels(device: torch.device, group: Group) -> None:
     if kernel_fault(device) is None:
         give_up_kernels(device, f"rank {rank} has none: {faults[rank]}")
         tell_kernel_fault(device)
+
+
+def start_without_failing_kernels(
+    device: torch.device, group: Group, start: Callable[[], _Started]
+) -> _Started:
+    """What `start` makes; where one of Triton's kernels turns out not to work on this device, it is
+    made anew without any. So no request ever meets a kernel that has failed before."""
+    try:
+        return start()
+    except Exception as error:
+        known = kernel_fault(device) is not None
+        if known or is_out_of_memory(error) or not is_kernel_failure(error):
+            raise
+        give_up_together(device, group, error)
+    gc.collect()  # what the failed start holds would be missing beside the next one
+    return start()
 
 
 def give_up_together(device: torch.device, group: Group, error: Exception) -> None:

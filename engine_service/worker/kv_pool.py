@@ -45,6 +45,11 @@ class KVPool:
         """One per layer, with N = num_pages + 1 pages."""
 
     @property
+    def num_bytes(self) -> int:
+        """Of the real pages."""
+        return (self.k.nbytes + self.v.nbytes) // (self.num_pages + 1) * self.num_pages
+
+    @property
     def trash_page(self) -> int:
         """Index of the page behind the last real one."""
         return self.num_pages

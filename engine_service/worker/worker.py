@@ -21,7 +21,6 @@ from engine_service.core.pooling import Pooling
 from engine_service.core.step import Decisions, StepPlan
 from engine_service.core.strategy import DecodeStrategy, ExecutorLimits
 from engine_service.distributed import Group, Store, meet
-from engine_service.kernels.jit import is_kernel_failure, kernel_fault
 from engine_service.models.base import CausalModel, ModelTraits
 from engine_service.models.sharing import check_fit
 from engine_service.out_of_memory import is_out_of_memory
@@ -31,7 +30,12 @@ from engine_service.worker.alike import check_alike
 from engine_service.worker.buckets import Bucket, buckets_of
 from engine_service.worker.build_kernels import build_kernels
 from engine_service.worker.checkpoint import Report, fetch_checkpoint
-from engine_service.worker.device import agree_on_kernels, give_up_together, num_beside, open_device
+from engine_service.worker.device import (
+    agree_on_kernels,
+    num_beside,
+    open_device,
+    start_without_failing_kernels,
+)
 from engine_service.worker.graphs import StepGraphs, capture_steps
 from engine_service.worker.kv_pool import (
     KVPool,
@@ -115,11 +119,11 @@ class Worker:
             where: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
             model = load_model(config, self.checkpoint, report=report, group=self.group, **where)
         self.strategies = {made.name: made for made in make_strategies(self.traits)}
-        program, buckets = self._make_program(config, model)
-        with self._stage("kernels", lambda: pool_advice(self.resolved)):
-            build_kernels(program, self.resolved)
-        graphs = self._capture(program, buckets)
-        self._runner = Runner(program, logit_chunk=self.resolved.logit_chunk, graphs=graphs)
+        self._runner, pool = start_without_failing_kernels(
+            self.device, self.group, lambda: self._start(config, model)
+        )
+        self.kv_bytes = pool.num_bytes
+        self.pages = RankPages(pool.k, pool.v, self.traits, self.group, self.device)
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Starts a step; raises EngineDead where memory runs out."""
@@ -162,16 +166,22 @@ class Worker:
             "kv_layout": read_layout(checkpoint, traits, self.dtype, resolved.page_size),
         }
 
+    def _start(self, config: EngineConfig, model: CausalModel) -> tuple[Runner, KVPool]:
+        """What runs steps, with all kernels built and captured, and where their KV is."""
+        program, buckets, pool = self._make_program(config, model)
+        with self._stage("kernels", lambda: pool_advice(self.resolved)):
+            build_kernels(program, self.resolved)
+        graphs = self._capture(program, buckets)
+        return Runner(program, logit_chunk=self.resolved.logit_chunk, graphs=graphs), pool
+
     def _make_program(
         self, config: EngineConfig, model: CausalModel
-    ) -> tuple[StepProgram, list[Bucket]]:
+    ) -> tuple[StepProgram, list[Bucket], KVPool]:
         """What a step runs on, and what of it is to be captured."""
         with self._stage("profile", lambda: profile_advice(self.resolved)):
             backend, buckets, cache_aside, room = self._profile(config, model)
         with self._stage("kv", lambda: pool_advice(self.resolved)):
             pool = self._create_pool(config, room, backend)
-            self.kv_bytes = pool.num_pages * page_bytes(backend.shape, self._num_layers)
-            self.pages = RankPages(pool.k, pool.v, self.traits, self.group, self.device)
         with self._stage("tables", lambda: pool_advice(self.resolved)):
             tables = self._create_tables(pool, in_pieces=decides_in_pieces(model))
             for strategy in self.strategies.values():
@@ -191,7 +201,7 @@ class Worker:
             cache_aside=cache_aside,
             stage=self.group.stage,
         )
-        return program, buckets
+        return program, buckets, pool
 
     @contextmanager
     def _stage(self, name: str, advice: Callable[[], str] | None = None) -> Iterator[None]:
@@ -220,24 +230,12 @@ class Worker:
         self, config: EngineConfig, model: CausalModel
     ) -> tuple[AttentionBackend, list[Bucket], LayerCache | None, KVRoom]:
         """What computes attention, what is captured, where canvases are computed aside of the
-        pages, and the memory that a step leaves.
-
-        Where a kernel turns out not to work on this device, everything is chosen anew without any.
-        """
+        pages, and the memory that a step leaves."""
         backend, stage = self._create_backend(config), self.group.stage
         buckets = self._list_buckets(config, backend, decides_in_pieces(model))
         cache_aside = open_cache_aside(backend, self.resolved, self.traits, self.device)
-        try:
-            room = find_room(config, self.resolved, model, backend, self.device, buckets, stage)
-        except Exception as error:
-            known = kernel_fault(self.device) is not None
-            if known or is_out_of_memory(error) or not is_kernel_failure(error):
-                raise
-            give_up_together(self.device, self.group, error)
-        else:
-            return backend, buckets, cache_aside, room
-        del backend, cache_aside  # what they hold would be missing beside the next ones
-        return self._profile(config, model)
+        room = find_room(config, self.resolved, model, backend, self.device, buckets, stage)
+        return backend, buckets, cache_aside, room
 
     def _create_backend(self, config: EngineConfig) -> AttentionBackend:
         traits = self.traits

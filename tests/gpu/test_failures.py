@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine_service.kernels import jit
-from engine_service.worker import graphs
+from engine_service.worker import graphs, memory
 from tests.service.test_engine_rank import MODEL
 from tidemill.llm import LLM
 from tidemill.runtime.errors import InvalidRequest
@@ -142,17 +142,25 @@ def test_without_kernels_the_tokens_are_the_same(
     assert tokens(llm) == expected
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 def test_a_kernel_that_does_not_fit_the_device_is_done_without(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    is_late: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One kernel of few rows fails as on a GPU with less shared memory; the probe does not see it,
-    the profile does."""
+    the profile does, or a step behind it, when pages have been made."""
     expected = tokens(build("demo"))
     monkeypatch.setattr(jit, "_FAULTS", {})
-    real = jit.triton.runtime.jit.JITFunction.run
+    real, find_room = jit.triton.runtime.jit.JITFunction.run, memory.find_room
+    found: list[Any] = [] if is_late else [None]
+
+    def profile(*args: Any) -> Any:
+        found.append(find_room(*args))
+        return found[-1]
+
+    monkeypatch.setattr("engine_service.worker.worker.find_room", profile)
 
     def run(self: Any, *args: Any, **named: Any) -> Any:
-        if self.fn.__name__ == "_fma_kernel":
+        if self.fn.__name__ == "_fma_kernel" and found:
             raise jit.triton.runtime.errors.OutOfResources(200_000, 101_376, "shared memory")
         return real(self, *args, **named)
 

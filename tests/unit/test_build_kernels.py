@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 from types import SimpleNamespace as Facts
 
 import pytest
+import torch
 
+from engine_service.kernels import jit
 from engine_service.worker import build_kernels as ahead
+from engine_service.worker import device
 from engine_service.worker.build_kernels import typical_steps
 from tidemill import LLM, SamplingParams
 from tidemill.runtime.errors import InvalidRequest
@@ -51,27 +53,37 @@ def test_answers_are_the_same_behind_them(model: str, monkeypatch: pytest.Monkey
     assert max(ran) == 8, "as many rows as there are"
 
 
-def test_a_kernel_that_cannot_be_built_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_an_engine_with_a_kernel_that_cannot_be_built_starts_without_any(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The engine serves what else there is; any other error, the control, ends it."""
-    plain, run = plain_tokens("demo"), ahead._run
-    failure = "Triton Error [CUDA]: out of resources"
+    """It answers the same; any other error, the control, ends it."""
+    plain, run, cpu = plain_tokens("demo"), ahead._run, torch.device("cpu")
+    failure, ran = "Triton Error [CUDA]: out of resources", []
 
     def fail(program: object, spans: list[object], *rest: object) -> None:
+        ran.append(len(spans))
         if len(spans) == 8:
             raise RuntimeError(failure)
         run(program, spans, *rest)
 
-    monkeypatch.setattr(ahead, "runs_triton", lambda _: True)
+    def with_kernels() -> None:
+        """As far as a CPU can: they are said to run there."""
+        monkeypatch.setattr(jit, "_FAULTS", {cpu: None})
+
+    monkeypatch.setattr(ahead, "runs_triton", lambda _: jit.kernel_fault(cpu) is None)
     monkeypatch.setattr(ahead, "_run", fail)
-    with caplog.at_level(logging.WARNING, "tidemill.rank"):
-        assert tokens("demo") == plain
-    assert f"8 spans and 8 tokens will end this engine: RuntimeError: {failure}" in caplog.text
+    monkeypatch.setattr(device, "tell_kernel_fault", lambda at: told.append(jit.kernel_fault(at)))
+    told: list[str | None] = []
+    with_kernels()
+    assert tokens("demo") == plain
+    assert told == [f"RuntimeError: {failure}"]
+    assert ran.count(8) == 1, "nothing is built where there are no kernels"
     failure = "something else"
+    with_kernels()
     with pytest.raises(RuntimeError, match=failure):
         tokens("demo")
     failure = "Triton Error [CUDA]: out of memory"
+    with_kernels()
     with pytest.raises(InvalidRequest, match="pass less --num-pages"):
         tokens("demo")
 
