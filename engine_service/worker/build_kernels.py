@@ -12,6 +12,7 @@ A kernel that cannot be built here fails here, and not in a request.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 
@@ -27,6 +28,7 @@ from engine_service.worker.batch import bind_batch, columns_of
 from engine_service.worker.buckets import FILTERED, PLAIN
 from engine_service.worker.layout import lay_out
 from engine_service.worker.program import StepProgram
+from engine_service.worker.tables import RowTables
 
 _MOST_TOKENS = 2048
 """Of a step here. Longer ones run the same kernels, and one has been run to see what memory it
@@ -81,6 +83,7 @@ def kinds_of_choice() -> Iterator[Wants]:
     yield replace(PLAIN, penalties=True)
     yield replace(PLAIN, bias=True)
     yield replace(PLAIN, suppress=True)
+    yield replace(PLAIN, mask=True)
     yield replace(PLAIN, max_logprobs=0)
     everything = replace(FILTERED, penalties=True, bias=True, suppress=True)
     yield replace(everything, max_logprobs=1)
@@ -99,6 +102,20 @@ def _span(blocks: int, behind: int, traits: ModelTraits, row: int) -> Span:
     stop = max(blocks * block, behind)
     decided = (stop, stop + 1) if traits.logits_shift else (stop - block, stop)
     return Span(row, stop - blocks * block, stop, stop, block, *decided)
+
+
+@contextmanager
+def _masks_of(tables: RowTables, vocab_size: int | None) -> Iterator[None]:
+    """Rows have masks, with all bits, as if somebody had brought the first; None: as they are."""
+    before = tables.sampling
+    if vocab_size is not None:
+        size = (len(before.tokens), -(-vocab_size // 32))
+        masks = torch.full(size, -1, dtype=torch.int32, device=tables.device)
+        tables.sampling = replace(before, masks=masks)
+    try:
+        yield
+    finally:
+        tables.sampling = before
 
 
 @torch.inference_mode()
@@ -123,4 +140,5 @@ def _run(
         for method in range(len(program.strategies)):
             for wants in kinds:
                 own = replace(part, layout=replace(part.layout, method=method, wants=wants))
-                program.decide(own, program.logits(own, states))
+                with _masks_of(tables, traits.vocab_size if wants.mask else None):
+                    program.decide(own, program.logits(own, states))

@@ -31,6 +31,7 @@ _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 0.7, "top_k": 5, "min_p": 0.1},
     {"temperature": 0.7, "logprobs": 2},
+    {"temperature": 0.7, "allowed_token_ids": [11, 12, 13]},
 )
 _PENALTIES: dict[str, Any] = {"temperature": 0.7, "presence_penalty": 0.5, "min_tokens": 2}
 _PAGE, _LONGEST = 64, 256
