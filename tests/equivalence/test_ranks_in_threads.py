@@ -154,12 +154,12 @@ def test_logits_in_another_order_would_be_noticed(
     assert together[0][0] != alone[0]
 
 
-def fail_once(monkeypatch: pytest.MonkeyPatch, *failing: int) -> list[str]:
-    """Kernels seem to run, until their first use on these ranks; returns who has given them up."""
+def fail_once(monkeypatch: pytest.MonkeyPatch, stage: str, *failing: int) -> list[str]:
+    """Kernels seem to run, until this stage of these ranks; returns who has given them up."""
     given_up: list[str] = []
-    real = worker.find_room
+    real = getattr(worker, stage)
 
-    def find_room(*args: Any) -> Any:
+    def run(*args: Any) -> Any:
         rank = int(threading.current_thread().name)
         if rank in failing and str(rank) not in given_up:
             raise RuntimeError("Triton Error [CUDA]: an illegal instruction")
@@ -168,8 +168,8 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, *failing: int) -> list[str]:
     def give_up(device: torch.device, fault: str) -> None:
         given_up.append(threading.current_thread().name)
 
-    monkeypatch.setattr(worker, "find_room", find_room)
-    monkeypatch.setattr(worker, "kernel_fault", lambda device: None)
+    monkeypatch.setattr(worker, stage, run)
+    monkeypatch.setattr(device, "kernel_fault", lambda device: None)
     monkeypatch.setattr(device, "give_up_kernels", give_up)
     monkeypatch.setattr(device, "tell_kernel_fault", lambda device: None)
     # Who fails alone waits in vain; where both fail, a stall of one is no reason to end.
@@ -178,14 +178,15 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, *failing: int) -> list[str]:
     return given_up
 
 
+@pytest.mark.parametrize("stage", ["find_room", "build_kernels"])
 @pytest.mark.parametrize("failing", [(0, 1), (1,)])
 def test_a_kernel_that_fails_on_one_rank_alone_ends_all(
-    tmp_path: Path, failing: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, failing: tuple[int, ...], stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that fails on all is done without."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3"].config))
     flags: dict[str, Any] = {"model": str(tmp_path), "load_format": "dummy", "max_model_len": 64}
-    given_up = fail_once(monkeypatch, *failing)
+    given_up = fail_once(monkeypatch, stage, *failing)
     alone = pytest.raises(RuntimeError, match="illegal instruction")
     with contextlib.nullcontext() if len(failing) == 2 else alone:
         run_ranks(monkeypatch, 2, lambda engine: None, **flags)
