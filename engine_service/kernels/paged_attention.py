@@ -131,6 +131,8 @@ def paged_attention_triton(
     not written, nor are those of spans of fewer than `min_queries`.
     """
     tiles = tiles or long_tiles(q_THD.shape[2], q_THD.dtype, shared_memory(q_THD.device))
+    of_decoding = tiles.apart or tiles.span_first or tiles.registers
+    assert not of_decoding, "for few queries only"
     out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     rows, pages = operands(q_THD, out, k, v, scale)
     built = build(q_THD, k, window=window, tiles=tiles)

@@ -64,3 +64,11 @@ def test_tiles_that_cross_pages_are_refused(seed: int) -> None:
     step = problem(ragged(seed, 2, 90, count=1), seed, page_size=24, dtype=torch.bfloat16)
     with pytest.raises(AssertionError):
         step.short(1, APART)
+
+
+@pytest.mark.parametrize("cut", [{"apart": True}, {"span_first": True}, {"registers": 128}])
+def test_prompts_have_no_such_cuts(cut: dict[str, int], seed: int) -> None:
+    step = problem(ragged(seed, 8, 90, count=1), seed, page_size=64, dtype=torch.bfloat16)
+    close(step.long(SHARED), step.want())
+    with pytest.raises(AssertionError, match="few queries only"):
+        step.long(replace(SHARED, **cut))
